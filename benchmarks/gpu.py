@@ -2,48 +2,48 @@
 
     python benchmarks/gpu.py                           # results/gpu_<name of the GPU>.json, in under ten minutes
     python benchmarks/gpu.py --tiny --out FILE         # the same on CPU with a tiny model: does the script itself work
-    python benchmarks/gpu.py --parts=references,cost   # results/gpu_plan.json: plans of memory, without a GPU
-    python benchmarks/gpu.py --parts=plans             # plans against this GPU: results/gpu_plan_<name of the GPU>.json
+    python benchmarks/gpu.py --parts references cost   # results/gpu_plan.json: plans of memory, without a GPU
+    python benchmarks/gpu.py --parts plans             # plans against this GPU: results/gpu_plan_<name of the GPU>.json
 
-Each timed run and each plan has a process of its own (`gpu_worker.py`), so its peak memory is its own, and a time
-limit. Whatever the time doesn't suffice for is named. Exit code 1 if tune, a check, a run or a plan failed.
+Each timed run and each plan has a process of its own, which calls `gpu_worker.py`, so its peak memory is its own, and a
+time limit. Whatever the time doesn't suffice for is named. Exit code 1 if tune, a check, a run or a plan failed.
 """
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import math
 import os
 import re
 import shutil
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from measuring import RESULTS, ROOT, markdown
+
 from portable_fsdp.config.describe import changed_values
 from portable_fsdp.convert.read import load_config
+from portable_fsdp.runtime.child import Worker, WorkerFailedError
+from portable_fsdp.runtime.errors import BackendError, ConfigError, PortableFSDPError
 
-HERE = Path(__file__).parent
-CONFIG = HERE.parent / "configs" / "llama_1b.yaml"
+CONFIG = ROOT / "configs" / "llama_1b.yaml"
 GIBIBYTE = 2**30
 Row = dict[str, Any]
 
 # -------------------------------------------------------------------------------------------------- what is measured
 
-TUNE_S, CHECK_S = 15.0, 30.0  # imports and the end, beyond the seconds that tune and the worker of the checks get
-TINY_TUNE_S = 60.0
+TUNE_S, TINY_TUNE_S = 15.0, 60.0  # imports and the end, beyond the seconds that tune gets; with --tiny
 LOSS_BOUND = 2e-3  # relative, between the ways: the design's bound for bfloat16
-# Expected seconds of a run, not compiled and compiled, until the same way has run.
+# Expected seconds of a run, not compiled and compiled.
 GUESS_S = {False: 25.0, True: 60.0}
 # All settings whose default differs between the ways; the rest of the config is llama_1b.yaml.
 SETTINGS = (
@@ -184,7 +184,6 @@ class Benchmark:
     overrides: list[str]
     ways: list[str]
     result: Row
-    took: dict[str, float] = field(default_factory=lambda: {})
 
     @property
     def left(self) -> float:
@@ -199,9 +198,9 @@ class Benchmark:
         path = Path(shutil.copy(CONFIG, self.folder))  # tune writes beside it
         given = [*TUNED_WORK.overrides(self.tiny), *self.overrides]
         words = [f"--config={path}", f"--minutes={max(seconds - TUNE_S, 1) / 60}", f"--device={self.device}"]
+        words += ["--backend=native", "--num_devices=1", *given]
         began, tuned = time.monotonic(), path.with_suffix(".tuned.yaml")
-        ended = self._run(["-m", "portable_fsdp.tune", *words, "--backend=native", "--num_devices=1", *given], seconds)
-        row = ended | {"process_seconds": time.monotonic() - began}
+        row = _ask("gpu:tune", seconds, words) | {"process_seconds": time.monotonic() - began}
         # It writes the file after each candidate: what was measured counts although it failed, or ran out of time.
         if tuned.exists():
             lines = [line[2:] for line in tuned.read_text().splitlines() if line.startswith("#")]
@@ -209,51 +208,51 @@ class Benchmark:
         yield "tuning", row
 
     def checks(self, seconds: float) -> Iterator[tuple[str, Row]]:
-        """What they leave unused of the time is the timed runs'."""
-        for row in self._ask("checks", seconds, device=self.device, tiny=self.tiny, seconds=seconds - CHECK_S):
-            if "error" in row:  # after those that were answered before it
-                row = {"name": "the process", "outcome": row["status"], "note": row["error"]}
-                row |= {"figures": {}, "seconds": 0.0}
-            yield "checks", row
+        """What they leave unused of the time is the timed runs'. Of `outcome`s, "refused" is the backend's."""
+        deadline = time.monotonic() + seconds
+        with Worker(seconds) as worker:
+            for name in worker("gpu_worker:checks", self.device, self.tiny):
+                began, figures = time.monotonic(), dict[str, Any]()
+                outcome, note = "left out", f"no time left of {seconds:.0f} s"
+                if began < deadline:
+                    try:
+                        figures = worker("gpu_worker:check", name, self.device, self.tiny)
+                        note = figures.pop("mismatch", "")
+                        outcome = "failed" if note else "passed"
+                    except (BackendError, ConfigError) as refusal:
+                        outcome, note = "refused", str(refusal)
+                    except (WorkerFailedError, PortableFSDPError) as error:
+                        outcome, note = "failed", str(error)
+                took = time.monotonic() - began
+                yield "checks", {"name": name, "outcome": outcome, "note": note, "figures": figures, "seconds": took}
 
     def speed(self, seconds: float) -> Iterator[tuple[str, Row]]:
         works = (TUNED_WORK,) if self.tiny else (TUNED_WORK, LLAMA_3_WORK)
         runs = [(work, name) for work in works for name in self.ways if name != "tuned" or work == TUNED_WORK]
-        runs.sort(key=lambda run: run[1] not in MAIN_WAYS)
-        for number in (1,) if self.tiny else (1, 2):
-            for work, name in runs:
-                labels = {**work._asdict(), "way": name, "pass": number}
-                if reason := self._reason_to_leave_out(work, name):
-                    yield "left_out", {**labels, "reason": reason}
-                else:
-                    yield "speed", labels | self._timed(work, name, profile=number == 2 or self.tiny)
+        for work, name in sorted(runs, key=lambda run: run[1] not in MAIN_WAYS):
+            labels = {**work._asdict(), "way": name}
+            if reason := self._reason_to_leave_out(name):
+                yield "left_out", {**labels, "reason": reason}
+            else:
+                yield "speed", labels | self._timed(work, name)
 
-    def _timed(self, work: Work, name: str, *, profile: bool) -> Row:
-        """`profile`: not in the first of two passes, which is safe if the profiler crashes."""
+    def _timed(self, work: Work, name: str) -> Row:
         way, began = WAYS[name], time.monotonic()
         chosen = self.result["tuning"]["chosen"] if name == "tuned" else {}
         options = [*self.overrides, *way.options, *(f"{key}={value}" for key, value in chosen.items())]
         warm_up, timed = (1, 7) if self.tiny else (5, 20)  # steps
-        row = self._ask(
-            "speed",
-            self.left,
+        job = {
             **work._asdict(),
-            loop=way.loop,
-            compile=way.compile,
-            overrides=work.overrides(self.tiny),
-            options=options if way.loop == "ours" else [],
-            warm_up=warm_up,
-            timed=timed,
-            profile=profile,
-            device=self.device,
-            folder=str(self.folder),
-        )[0]
-        self.took[name] = time.monotonic() - began
+            **{"loop": way.loop, "compile": way.compile, "overrides": work.overrides(self.tiny)},
+            **{"options": options if way.loop == "ours" else [], "warm_up": warm_up, "timed": timed},
+            **{"device": self.device, "folder": str(self.folder)},
+        }
+        row = _ask("gpu_worker:speed", self.left, job)
         config = row.pop("config", None)
         self.result.setdefault("config", config)  # of the first; `rows`, `vocabulary` and `chosen` change keys of it
-        return {"process_seconds": self.took[name], **row}
+        return {"process_seconds": time.monotonic() - began, **row}
 
-    def _reason_to_leave_out(self, work: Work, name: str) -> str | None:
+    def _reason_to_leave_out(self, name: str) -> str | None:
         way = WAYS[name]
         for what in (way.loop, name):
             for package in NEEDED.get(what, ()):
@@ -265,27 +264,24 @@ class Benchmark:
             probe = next((check for check in self.result["checks"] if check["name"] == "torch.compile"), None)
             if probe is not None and probe["outcome"] != "passed":
                 return f"torch.compile doesn't work here: {probe['note'].strip().splitlines()[-1]}"
-        for run in self.result["speed"]:
-            if (run["way"], _work(run)) == (name, work) and run["status"] != "finished":
-                return f"its first pass ended: {run['status']}"
-        needed = self.took.get(name, GUESS_S[way.compile])
+        needed = GUESS_S[way.compile]
         return f"no time left: {self.left:.0f} s of the {needed:.0f} s that it takes" if self.left < needed else None
 
     def plans(self, part: str) -> Iterator[tuple[str, Row]]:
         for plan in PLANS["tiny plans" if part == "plans" and self.tiny else part]:
             settings = {"train.global_batch": plan.rows * plan.devices, **plan.settings}
-            job: Row = {"architecture": plan.model, "seq_len": plan.seq_len, "rows": plan.rows, "settings": settings}
-            job |= {"device": "cpu", "devices": plan.devices}
+            shape = (plan.model, plan.seq_len, plan.rows, settings)
             target, published = "cpu" if self.tiny else "h100", isinstance(plan.reference, float)
-            row: Row = {"what": plan.what}
-            row |= self._ask("planned", PLAN_S, **job, target=target, as_torchtitan=published)[0]
+            row: Row = {
+                "what": plan.what,
+                **_ask("gpu_worker:planned", PLAN_S, target, plan.devices, published, *shape),
+            }
             if isinstance(plan.reference, float):
                 row |= {"source": SOURCE, "reference_bytes": int(plan.reference * GIBIBYTE)}
             elif plan.reference == "measured":
-                job["device"] = self.device
-                row |= self._ask("measured", PLAN_S, **job)[0]
+                row |= _ask("gpu_worker:measured", PLAN_S, self.device, *shape)
             elif plan.reference == "tracked":
-                row |= self._ask("tracked", PLAN_S, **job)[0]
+                row |= _ask("gpu_worker:tracked", PLAN_S, plan.devices, *shape)
             found = next((row[key] for key in ("reference_bytes", "live_bytes", "allocated_bytes") if key in row), None)
             if found and "planned_live_bytes" in row:
                 row["ratio"] = row[f"planned_{'reserved' if published else 'live'}_bytes"] / found
@@ -293,61 +289,39 @@ class Benchmark:
                     row["ratio_reserved"] = row["planned_reserved_bytes"] / row["reserved_bytes"]
             yield part, row
 
-    def _ask(self, kind: str, timeout_s: float, **job: Any) -> list[Row]:
-        """The rows of a worker; the last has `status` and `error` where it failed or ran out of time."""
-        asked, answered = self.folder / "job.json", self.folder / "answer.json"
-        answered.unlink(missing_ok=True)
-        asked.write_text(json.dumps({"kind": kind, **job}))
-        ended = self._run([str(HERE / "gpu_worker.py"), str(asked), str(answered)], timeout_s)
-        answer: Row = {"environment": {}, "rows": []}
-        if answered.is_file():
-            answer = json.loads(answered.read_text())
-        known = self.result["environment"]
-        if job["device"] == self.device or "versions" not in known:
-            known |= answer["environment"] | {"device": known["device"]}
-        return [*answer["rows"], *([ended] if ended else [])]
 
-    def _run(self, arguments: list[str], timeout_s: float) -> Row:
-        """Run Python with these arguments; nothing if it finished well, else its `status` and its last lines."""
-        log = self.folder / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, *arguments],
-                env=_environment(self.folder, self.tiny),
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-            try:
-                code = process.wait(max(timeout_s, 1))
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:  # kill its session: inductor's compile workers too, before the next one is timed
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        tail = log.read_text(errors="replace")[-2000:]
-        if code is None:
-            return {"status": "out of time", "error": f"{tail}\nended after {timeout_s:.0f} s"}
-        return {"status": "failed", "error": f"exit code {code}:\n{tail}"} if code else {}
+def _ask(work: str, limit_s: float, *arguments: Any) -> Row:
+    """The row of a function in a new process; its `status` and `error` if it failed."""
+    try:
+        with Worker(max(limit_s, 1)) as worker:
+            return worker(work, *arguments)
+    except WorkerFailedError as error:
+        return {"status": "out of time" if error.ended.how == "late" else "failed", "error": str(error)}
+    except PortableFSDPError as error:
+        return {"status": "failed", "error": str(error)}
 
 
-def _environment(folder: Path, tiny: bool) -> dict[str, str]:
+def tune(words: list[str]) -> Row:
+    """Run the command in a worker, whose last lines are the error if it fails."""
+    from portable_fsdp.tune.__main__ import main
+
+    if code := main(words):
+        sys.exit(code)
+    return {}
+
+
+def set_environment(folder: Path, tiny: bool) -> None:
     """One GPU, no hub, no other engine, caches of compiled code of this command's own, and no launcher's variables."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        and name != "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"  # some images set it; float32 is to be float32
-    }
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # some images set it; float32 is to be float32
     if tiny:  # on a busy machine several threads would wait for each other in each small product
-        kept["OMP_NUM_THREADS"] = "1"
-    return kept | {
+        os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
         "USE_TORCH_XLA": "0",
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(folder / "huggingface"),
-        "PYTHONPATH": os.pathsep.join((str(HERE.parent), os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep),
         "GLOO_SOCKET_IFNAME": "lo",  # a host without a network has no other
         "NCCL_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
@@ -360,20 +334,17 @@ def _environment(folder: Path, tiny: bool) -> dict[str, str]:
 
 
 def compare(runs: list[Row]) -> list[Row]:
-    """A row for each work: the mean over passes of each way's median rate, ours over each other, and the losses."""
+    """A row for each work: each way's median rate, ours over each other, and the losses."""
     rows: list[Row] = []
     for work in dict.fromkeys(_work(run) for run in runs):
-        of: dict[str, list[Row]] = {}
-        for run in runs:
-            if _work(run) == work and run["status"] == "finished":
-                of.setdefault(run["way"], []).append(run)
-        rates = {way: statistics.mean(run["tokens_per_second"] for run in of[way]) for way in of}
+        of = {run["way"]: run for run in runs if _work(run) == work and run["status"] == "finished"}
+        rates = {way: run["tokens_per_second"] for way, run in of.items()}
         ours = [way for way in of if WAYS[way].loop == "ours"]
         row: Row = {**work._asdict(), "tokens_per_second": rates}
         row["ratios"] = {way: {other: rates[way] / rates[other] for other in of if other != way} for way in ours}
         if "plain" in of:
-            steps = {way: zip(of[way][0]["losses"], of["plain"][0]["losses"], strict=False) for way in of}
-            row["loss_difference_from_plain"] = {  # the largest; a second pass makes one step more
+            steps = {way: zip(run["losses"], of["plain"]["losses"], strict=True) for way, run in of.items()}
+            row["loss_difference_from_plain"] = {  # the largest
                 way: max(abs(a - b) / b for a, b in pairs) for way, pairs in steps.items()
             }
             bounded = [row["loss_difference_from_plain"][way] for way in of if way != "float8"]  # it rounds more
@@ -398,7 +369,7 @@ def line(key: str, row: Row) -> str:
     """A row for people: what it is of, its numbers, its choice, and the last line of what it says."""
     what = row.get("what") or row.get("name") or key
     if "way" in row:
-        what = f"{_work(row)}: {row['way']}, pass {row['pass']}"
+        what = f"{_work(row)}: {row['way']}"
     words: list[str] = []
     for name, value in {**row, **row.get("figures", {})}.items():
         if name == "chosen":
@@ -415,10 +386,8 @@ def line(key: str, row: Row) -> str:
 def _ratio_lines(row: Row) -> list[str]:
     """Our ways over all, in tokens a second; then the losses."""
     columns = list(row["tokens_per_second"])
-    lines = [f"{_work(row)}; ours over:", " " * 18 + "".join(f"{name:>18}" for name in columns)]
-    for way, ratios in row["ratios"].items():
-        cells = (f"{ratios[name]:.3f}" if name in ratios else "-" for name in columns)
-        lines.append(f"{way:>18}" + "".join(f"{cell:>18}" for cell in cells))
+    cells = [[way, *(f"{own.get(name, 1):.3f}" for name in columns)] for way, own in row["ratios"].items()]
+    lines = [f"{_work(row)}; ours over:", *markdown(("", *columns), cells)]
     if "losses_agree" in row:
         worst = max(row["loss_difference_from_plain"].values())
         lines.append(f"  losses differ by {worst:.1e}" + ("" if row["losses_agree"] else ": TOO MUCH"))
@@ -454,34 +423,27 @@ def _driver() -> str | None:
         return None
 
 
-def _some_of(known: Iterable[str], flag: str, text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in known]:
-        sys.exit(f"{flag}: expected some of {', '.join(known)}, found {', '.join(unknown)}.")
-    return names
-
-
-def main() -> int:
+def main(held: ExitStack) -> int:
     parser = argparse.ArgumentParser(description="Tuning, correctness, speed and plans of memory on one GPU.")
     parser.add_argument("--out", type=Path, help="the JSON file to write, instead of one in results/")
     parser.add_argument("--minutes", type=float, default=9, help="of wall time; what doesn't fit is left out and named")
-    parser.add_argument("--parts", default="tune,checks,speed", help=f"some of {','.join(PARTS)}")
-    parser.add_argument("--only", help="ways to time, with commas between: auto,eager,trainer")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["tune", "checks", "speed"])
+    parser.add_argument("--only", nargs="+", choices=WAYS, help="ways to time")
     parser.add_argument(
         "--override", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for our loop and tune; repeatable"
     )
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU; its times mean nothing")
     arguments = parser.parse_args()
     tiny, began = arguments.tiny, time.monotonic()
-    ways = _some_of(WAYS, "--only", arguments.only or ",".join(TINY_WAYS if tiny else WAYS))
-    parts = _some_of(PARTS, "--parts", arguments.parts)
-    device = "cpu"
-    if not tiny and any(PARTS[part].needs_gpu for part in parts):
-        import torch
-
-        if not torch.cuda.is_available():
-            sys.exit("benchmarks/gpu.py: expected a GPU that torch can use, found none; --tiny runs on the CPU.")
-        device = torch.cuda.get_device_name()
+    parts, ways = arguments.parts, arguments.only or [*(TINY_WAYS if tiny else WAYS)]
+    needs_gpu = any(PARTS[part].needs_gpu for part in parts)
+    folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="portable_fsdp_gpu_")))
+    set_environment(folder, tiny)
+    environment = _ask("gpu_worker:environment", 120, "cuda" if needs_gpu and not tiny else "cpu")
+    if "error" in environment:
+        sys.exit(
+            f"benchmarks/gpu.py: expected a GPU that torch can use; --tiny runs on the CPU.\n{environment['error']}"
+        )
     result: Row = {
         "what": "tune; options against a plain loop; tokens/s of our loop, a plain one, transformers' Trainer; plans",
         "command": ["python", "benchmarks/gpu.py", *sys.argv[1:]],
@@ -489,37 +451,36 @@ def main() -> int:
         "minutes": arguments.minutes,
         "tiny": tiny,
         "loss_bound": LOSS_BOUND,
-        "environment": {"device": device, "driver": None if tiny else _driver()},
+        "environment": environment | {"driver": None if tiny else _driver()},
         **{"tuning": {}, "checks": [], "speed": [], "left_out": []},
         **{part: [] for part in parts if part in PLANS},
     }
     name = "gpu_plan" if all(part in PLANS for part in parts) else "gpu"
-    if any(PARTS[part].needs_gpu for part in parts):
-        name += "_" + re.sub(r"[^a-z0-9]+", "_", device.lower())
-    path: Path = arguments.out or HERE / "results" / f"{name}.json"
-    with tempfile.TemporaryDirectory(prefix="portable_fsdp_gpu_") as folder:
-        deadline = began + 60 * arguments.minutes - 5
-        benchmark = Benchmark(tiny, deadline, Path(folder), arguments.override, ways, result)
-        for part in parts:
-            share = 1.0 if part == parts[-1] else PARTS[part].share
-            for key, row in PARTS[part].measure(benchmark, benchmark.left * share):
-                if key == "tuning":
-                    result[key] = row
-                else:
-                    result[key].append(row)
-                result["seconds"] = round(time.monotonic() - began, 1)
-                write(result, path)
-                print(line(key, row), flush=True)
+    if needs_gpu:
+        name += "_" + re.sub(r"[^a-z0-9]+", "_", environment["device"].lower())
+    path: Path = arguments.out or RESULTS / f"{name}.json"
+    benchmark = Benchmark(tiny, began + 60 * arguments.minutes - 5, folder, arguments.override, ways, result)
+    for part in parts:
+        share = 1.0 if part == parts[-1] else PARTS[part].share
+        for key, row in PARTS[part].measure(benchmark, benchmark.left * share):
+            if key == "tuning":
+                result[key] = row
+            else:
+                result[key].append(row)
+            result["seconds"] = round(time.monotonic() - began, 1)
+            write(result, path)
+            print(line(key, row), flush=True)
     for outcome, count in Counter(check["outcome"] for check in result["checks"]).items():
         print(f"checks {outcome}: {count}")
     for row in result["comparison"]:
         print("\n".join(_ratio_lines(row)))
     print(f"{result['environment']}\nwritten to {path}")
-    failed = [check for check in result["checks"] if check["outcome"] in ("failed", "out of time")]
+    failed = [check for check in result["checks"] if check["outcome"] == "failed"]
     failed += [run for run in result["speed"] if run["status"] == "failed"]
     failed += [row for part in PLANS for row in (result["tuning"], *result.get(part, ())) if "error" in row]
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ExitStack() as stack:
+        sys.exit(main(stack))

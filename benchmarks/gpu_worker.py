@@ -1,13 +1,6 @@
-"""The measurements of `gpu.py`, made in processes of their own. Not started by hand.
-
-    python benchmarks/gpu_worker.py JOB.json ANSWER.json
-
-A job is `{"kind": one of KINDS, ...}`. The answer holds the rows so far, and is whole whenever it is there: written
-beside, then renamed.
-"""
+"""The measurements of `gpu.py`, each a function that a process of its own calls (runtime/child.py)."""
 
 import gc
-import json
 import os
 import platform
 import re
@@ -16,10 +9,10 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
@@ -32,6 +25,7 @@ import numpy as np
 import torch
 import torch.cuda.nccl as nccl
 from loop_overhead import OurStep
+from measuring import ROOT, Steps
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
@@ -39,27 +33,27 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.describe import autos, changed_values
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
-from portable_fsdp.data.batches import Batches
-from portable_fsdp.data.packing import IGNORED, Rows, sample_indices
+from portable_fsdp.data.build import Corpus
+from portable_fsdp.data.packing import IGNORED, Rows
 from portable_fsdp.data.tokenize import load_tokenizer
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.build import build_model
 from portable_fsdp.models.flops import model_flops_per_token, peak_flops
+from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.optim.optimizer import learning_rate
-from portable_fsdp.runtime.errors import BackendError, ConfigError
 from portable_fsdp.train.auto import resolve_auto
-from portable_fsdp.train.build import Training, build_training
-from portable_fsdp.train.measures import InFlight, control_numbers
+from portable_fsdp.train.build import build_training, open_batches
+from portable_fsdp.train.measures import control_numbers
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "backends"))
-from cases import ARCHITECTURES, Case, CaseRows, assert_equal_states
+sys.path.insert(0, str(ROOT / "tests" / "backends"))
+import jobs
+from cases import ARCHITECTURES, Case, CaseRows, assemble, assert_equal_states
 from reference import _batch_of_step, _loss, _model, _optimizer
 
-CONFIG = Path(__file__).parents[1] / "configs" / "llama_1b.yaml"
+CONFIG = ROOT / "configs" / "llama_1b.yaml"
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy", "pydantic", "safetensors")
 Row = dict[str, Any]
 BFLOAT16 = {"precision.compute": "bfloat16"}
@@ -79,48 +73,26 @@ def sized(architecture: Row, seq_len: int, rows: int, settings: Row, *, steps: i
     return Case(steps=steps, optim=optim, settings={"model.architecture": architecture, **size, **settings})
 
 
-@contextmanager
-def opened(config: Config, device: str) -> Generator[tuple[Backend, Training]]:
-    with open_backend(config, device=device, backend="native") as backend:
-        yield backend, build_training(config, backend, vocabulary=256)
-
-
-def train(
-    config: Config, backend: Backend, training: Training, rows: Rows, first: int, last: int
-) -> tuple[list[float], list[float]]:
-    """Losses and seconds of the steps first to last; the host waits for each."""
+def train(config: Config, device: str, rows: Rows, steps: int) -> tuple[list[float], list[float]]:
+    """Losses and seconds of the steps; the host waits for each."""
     losses: list[float] = []
     seconds: list[float] = []
-    size = config.train.global_batch
-    with Batches(
-        rows,
-        seed=config.run.seed,
-        global_batch=size,
-        shard=(0, 1),
-        accumulation=training.accumulation,
-        start=(first - 1) * size,
-    ) as batches:
-        for step in range(first, last + 1):
-            lr = learning_rate(config.optim, step, cast(int, config.train.steps))
-            batch, began = next(batches), time.perf_counter()
-            placed = [backend.place(part) for part in batch.micro_batches]
-            losses.append(backend.fetch(training.step(placed, lr, [batch.count])).result()["loss"].item())
+    with ExitStack() as held:
+        step = Steps(config, held, device=device, corpus=Corpus(rows, None))
+        for _ in range(steps):
+            began = time.perf_counter()
+            losses.append(step()["loss"].item())
             seconds.append(time.perf_counter() - began)
     return losses, seconds
 
 
-def losses_of(case: Case, device: str, rows: Rows) -> list[float]:
-    config = case.config(1)
-    with opened(config, device) as (backend, training):
-        return train(config, backend, training, rows, 1, case.steps)[0]
-
-
 class Documents(CaseRows):
-    """Rows of documents of about `document` tokens, the last of a row cut off; 7 positions of padding."""
+    """Rows of documents of about `document` tokens, the last of a row cut off; 7 positions of padding. Or of one text,
+    without `document`. Low ids come more often, so that there is something to learn."""
 
-    def __init__(self, config: Config, document: int) -> None:
-        super().__init__()
-        self._length, self._document = config.data.seq_len, document
+    def __init__(self, config: Config, document: int | None, vocabulary: int = 256) -> None:
+        super().__init__(1024)
+        self._length, self._document, self._vocabulary = config.data.seq_len, document, vocabulary
         self._packed = config.data.resolved_packing == "documents"
 
     def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
@@ -129,12 +101,11 @@ class Documents(CaseRows):
 
     def _made(self, index: int) -> dict[str, Tensor]:
         """`[seq_len]` each"""
-        generator = torch.Generator().manual_seed(index)
-        ids = torch.randint(3, 256, (self._length,), generator=generator)
-        starts = torch.rand(self._length, generator=generator) < 1 / self._document
-        starts[0] = True
-        place = torch.arange(self._length)
-        padding = place >= self._length - 7
+        generator, place = torch.Generator().manual_seed(index), torch.arange(self._length)
+        ids = (torch.rand(self._length, generator=generator) ** 2 * self._vocabulary).long()
+        starts, padding = place == 0, place >= self._length - (7 if self._document else 0)
+        if self._document:
+            starts |= torch.rand(self._length, generator=generator) < 1 / self._document
         ends = torch.cat([starts[1:], torch.ones(1, dtype=torch.bool)]) | padding
         row = {"input_ids": ids, "labels": ids.roll(-1).masked_fill(ends, IGNORED)}
         if self._packed:
@@ -145,12 +116,19 @@ class Documents(CaseRows):
             }
         return row
 
+    def unshifted(self, config: Config, steps: int) -> dict[str, Tensor]:
+        """The rows of all steps in our order, with labels as transformers' models take them: they shift by one."""
+        ids = self.rows(self.order(config.run.seed, np.arange(steps * config.train.global_batch)))["input_ids"]
+        labels = ids.clone()
+        labels[:, 0] = IGNORED  # never a target; and a Trainer that counts it would divide by too much
+        return {"input_ids": ids, "labels": labels}
+
 
 # ---------------------------------------------------------------------------------------------------------- checks
 # The curves are those of tests/backends, whose models and rows these are, held against a plain loop on this device.
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-3}  # relative, of each step's loss: tests/backends/test_curves.py
-STEPS, TINY_STEPS, SAVE_AT = 20, 4, 10
+STEPS, TINY_STEPS = 20, 4
 LEARNT = 0.05  # nats; a curve that falls by less would show no fault
 CURVES: dict[str, Case] = {
     "FULL_SHARD": Case(),
@@ -233,61 +211,52 @@ LESS_MEMORY: tuple[tuple[str, str, float], ...] = (
 )
 
 
-def checks(device: str, tiny: bool, seconds: float) -> Iterator[Row]:
-    """`outcome`: "passed", "failed", "left out" (it would begin after `seconds`), or "refused" by the backend."""
-    deadline = time.monotonic() + seconds
-    with open_backend(Case().config(1), device=device, backend="native"):  # the process group of all that follow
-        for name, run in _all_checks(device, tiny):
-            began = time.perf_counter()
-            figures: Row = {}
-            try:
-                if time.monotonic() < deadline:
-                    figures = run()
-                    note = figures.pop("mismatch", "")
-                    outcome = "failed" if note else "passed"
-                else:
-                    outcome, note = "left out", f"no time left of {seconds:.0f} s"
-            except (BackendError, ConfigError) as refusal:
-                outcome, note = "refused", str(refusal)
-            except Exception as error:  # whatever it is, it is this check's answer, and the others go on
-                outcome, note = "failed", "".join(traceback.format_exception(error, limit=-4))[-1500:]
-            if "torch._dynamo" in sys.modules:  # each check compiles and allocates for itself
-                torch._dynamo.reset()
-            gc.collect()
-            _empty_cache()
-            took = time.perf_counter() - began
-            yield {"name": name, "outcome": outcome, "note": note, "figures": figures, "seconds": took}
-
-
-def _all_checks(device: str, tiny: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
-    """Names and checks. Compiling comes last: it takes longest."""
-    truths: dict[str, list[float]] = {}
-    peaks: dict[str, Row] = {}
+@cache
+def all_checks(device: str, tiny: bool) -> dict[str, Callable[[], Row]]:
+    """Checks by name. Compiling comes last: it takes longest."""
+    on_cuda, other = device == "cuda", "flex" if device == "cuda" else "sdpa"
     curves = {
         name: replace(case, steps=TINY_STEPS if tiny else STEPS)
         for name, case in CURVES.items()
         if not tiny or name in TINY_CURVES
     }
-    on_cuda, other = device == "cuda", "flex" if device == "cuda" else "sdpa"
-    if on_cuda:  # on CPU inductor builds C++, which the backend refuses
-        yield "torch.compile", lambda: _compiles(device)
-    for name, case in curves.items():
-        if "compile" not in name:
-            yield f"curve: {name}", lambda case=case: _curve(case, device, truths)
-    for name in ("FULL_SHARD", "bfloat16"):
-        yield f"checkpoint: {name}", lambda case=curves[name]: _checkpoint(case, device)
-    for name in dict.fromkeys(name for row in LESS_MEMORY for name in row[:2]) if on_cuda else ():
-        yield f"peak: {name}", lambda name=name: _peak(name, device, peaks)
-    for less, more, bytes_each in LESS_MEMORY:
-        if less in peaks and more in peaks:  # else its own check has said why
-            yield f"memory: {less} < {more}", lambda row=(less, more, bytes_each): _less_memory(*row, peaks)
-    for name in TINY_FLEX_CASES if tiny else FLEX_CASES:
-        yield f"{other}: {name}", lambda name=name: _flex(*FLEX_CASES[name], other, device)
+    curve_checks = {f"curve: {name}": partial(_curve, case, device) for name, case in curves.items()}
+    checks: dict[str, Callable[[], Row]] = {
+        **({"torch.compile": partial(_compiles, device)} if on_cuda else {}),  # on CPU the backend refuses inductor
+        **{name: check for name, check in curve_checks.items() if "compile" not in name},
+        **{f"checkpoint: {name}": partial(_checkpoint, curves[name], device) for name in ("FULL_SHARD", "bfloat16")},
+        **{
+            f"{other}: {name}": partial(_flex, name, other, device)
+            for name in (TINY_FLEX_CASES if tiny else FLEX_CASES)
+        },
+    }
     if on_cuda:
-        yield "flex: tokens/s and peak", lambda: _flex_beside_static(device)
-    for name, case in curves.items():
-        if "compile" in name:
-            yield f"curve: {name}", lambda case=case: _curve(case, device, truths)
+        checks |= {f"memory: {row[0]} < {row[1]}": partial(_less_memory, *row) for row in LESS_MEMORY}
+        checks["flex: tokens/s and peak"] = partial(_flex_beside_static, device)
+    return checks | curve_checks
+
+
+def checks(device: str, tiny: bool) -> list[str]:
+    return [*all_checks(device, tiny)]
+
+
+@cache
+def _hold_process_group(device: str) -> Backend:
+    """For all checks of this process: each would begin another."""
+    return open_backend(Case().config(1), device=device, backend="native").__enter__()
+
+
+def check(name: str, device: str, tiny: bool) -> Row:
+    """Figures of one check, and `mismatch` in words where it failed."""
+    _hold_process_group(device)
+    os.environ |= {"GROUP_BACKEND": "native", "GROUP_DEVICE": device, "CPU_NUM_DEVICES": "1"}  # for jobs.py
+    try:
+        return all_checks(device, tiny)[name]()
+    finally:
+        if "torch._dynamo" in sys.modules:  # each check compiles and allocates for itself
+            torch._dynamo.reset()
+        gc.collect()
+        _empty_cache()
 
 
 def _compiles(device: str) -> Row:
@@ -311,19 +280,26 @@ def _compared(case: Case, losses: list[float], truth: list[float], whose: str) -
     return figures
 
 
-def _curve(case: Case, device: str, truths: dict[str, list[float]]) -> Row:
-    key = repr((case.model, case.optim, case.max_grad_norm, case.steps))
-    if key not in truths:
-        truths[key] = _plain_losses(case, device)
-    truth = truths[key]
-    figures = _compared(case, losses_of(case, device, CaseRows()), truth, "a plain loop's")
+def _curve(case: Case, device: str) -> Row:
+    truth = _plain_losses(case, device)
+    figures = _compared(case, _losses(jobs.train(case)["metrics"]), truth, "a plain loop's")
     if case.steps == STEPS and truth[0] - truth[-1] < LEARNT:
         figures["mismatch"] = "the plain loop learnt nothing: its curve would show no fault"
     return figures
 
 
+def _losses(metrics: list[dict[str, float]]) -> list[float]:
+    return [step["loss"] for step in metrics]
+
+
+_plain: dict[str, list[float]] = {}
+
+
 def _plain_losses(case: Case, device: str) -> list[float]:
     """The loop of tests/backends/reference.py, on the device: transformers' model, torch's loss and optimizer."""
+    plain = Case(case.model, case.steps, case.optim, case.max_grad_norm)  # of the others it doesn't depend
+    if repr(plain) in _plain:
+        return _plain[repr(plain)]
     model = _model(case).to(device)
     optimizer = _optimizer(case, model)
     losses: list[float] = []
@@ -336,76 +312,66 @@ def _plain_losses(case: Case, device: str) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+    return _plain.setdefault(repr(plain), losses)
 
 
 def _checkpoint(case: Case, device: str) -> Row:
     """Save half-way; check that a new model which loads it (here, offloaded, on the CPU) is bit-equal and trains on
     identically."""
-    config, middle = case.config(1), min(SAVE_AT, case.steps // 2)
-    readers = {device: (case, device)}
+    middle, readers = case.steps // 2, {device: (case, device)}
     if device != "cpu":
         offloaded = replace(case, settings={**case.settings, **OFFLOADED})
         readers |= {f"{device}, offloaded": (offloaded, device), "cpu": (case, "cpu")}
     with tempfile.TemporaryDirectory() as folder:
-
-        def checkpoints(backend: Backend, config: Config) -> Checkpoints:
-            return Checkpoints(Path(folder), backend, config=config.model_dump(mode="json"), model_config={})
-
-        with opened(config, device) as (backend, training):
-            train(config, backend, training, CaseRows(), 1, middle)
-            saved, position = _state(backend, training), (0, middle * config.train.global_batch)
-            checkpoints(backend, config).save(middle, training.model, training.optimizer, position)
-            losses = train(config, backend, training, CaseRows(), middle + 1, case.steps)[0]
+        written = jobs.write(case, folder, middle)
+        saved = assemble([written["state"]])
         figures: Row = {"tensors": len(saved)}
         for name, (reader, where) in readers.items():
-            config = reader.config(1)
-            with opened(config, where) as (backend, training):
-                found = checkpoints(backend, config).find("auto")
-                assert found is not None, "no committed checkpoint"
-                checkpoints(backend, config).load(found, training.model, training.optimizer)
-                assert_equal_states(_state(backend, training), saved)
-                resumed = train(config, backend, training, CaseRows(), middle + 1, case.steps)[0]
-            compared = _compared(reader, resumed, losses, f"those before ({name})")
+            with patch.dict(os.environ, GROUP_DEVICE=where):
+                resumed = jobs.read(reader, {name: folder}, middle)[name]
+            assert_equal_states(assemble([resumed["state"]]), saved)
+            losses, expected = _losses(resumed["metrics"]), _losses(written["metrics"])
+            compared = _compared(reader, losses, expected, f"those before ({name})")
             figures[f"{name}: worst relative difference after"] = compared["worst_relative_difference"]
             figures |= {key: compared[key] for key in compared if key == "mismatch"}
     return figures
 
 
-def _state(backend: Backend, training: Training) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint; in one process each is one piece."""
-    state = backend.state(training.model, training.optimizer)
-    return {key: tensor.pieces()[0].data.detach().cpu().clone() for key, tensor in state.items()}
-
-
-def _peak(name: str, device: str, peaks: dict[str, Row]) -> Row:
-    """Measure two steps; the optimizer's state exists before them."""
+@cache
+def _peak(name: str) -> tuple[int, int]:
+    """Peak of allocated bytes over two steps (the optimizer's state exists before them), and parameters."""
     case = CURVES[name]
     config = replace(case, settings=sized(LARGE, 1024, 8, {**BFLOAT16, **case.settings}).settings).config(1)
+    _empty_cache()
     before = torch.cuda.memory_allocated()
-    with opened(config, device) as (backend, training):
-        torch.cuda.reset_peak_memory_stats()
-        train(config, backend, training, Documents(config, 500), 1, 2)
-        peak = torch.cuda.max_memory_allocated() - before
-        peaks[name] = {"peak_allocated_bytes": peak, "parameters": training.built.size.parameters}
-    return peaks[name]
+    with ExitStack() as held:
+        step = Steps(config, held, device="cuda", corpus=Corpus(Documents(config, 500), None))
+        _reset_peak()
+        for _ in range(2):
+            step()
+        return torch.cuda.max_memory_allocated() - before, step.training.built.size.parameters
 
 
-def _less_memory(less: str, more: str, bytes_each: float, peaks: dict[str, Row]) -> Row:
-    figures: Row = {name: peaks[name]["peak_allocated_bytes"] for name in (less, more)}
-    figures["bytes_per_parameter"] = saved = (figures[more] - figures[less]) / peaks[more]["parameters"]
+def _less_memory(less: str, more: str, bytes_each: float) -> Row:
+    (low, _), (high, parameters) = _peak(less), _peak(more)
+    saved = (high - low) / parameters
+    figures: Row = {f"{less}: peak_bytes": low, f"{more}: peak_bytes": high, "bytes_per_parameter": saved}
     if saved <= bytes_each:
         figures["mismatch"] = f"expected over {bytes_each:g} bytes a parameter less, found {saved:.2f}"
     return figures
 
 
-def _flex(architecture: Row, settings: Row, other: str, device: str) -> Row:
+def _flex(name: str, other: str, device: str) -> Row:
     """Losses of four steps with static attention and with the other."""
-    packed, seq_len = {"data.packing": "documents", **settings}, 512 if device == "cuda" else 64
+    (architecture, settings), seq_len = FLEX_CASES[name], 512 if device == "cuda" else 64
+    packed = {"data.packing": "documents", **settings}
     cases = {
         way: sized(architecture, seq_len, 4, {**packed, "model.attention": way}, steps=4) for way in ("static", other)
     }
-    losses = {way: losses_of(case, device, Documents(case.config(1), seq_len // 5)) for way, case in cases.items()}
+    losses: dict[str, list[float]] = {}
+    for way, case in cases.items():
+        config = case.config(1)
+        losses[way] = train(config, device, Documents(config, seq_len // 5), case.steps)[0]
     return _compared(cases[other], losses[other], losses["static"], "static attention's") | {"losses": losses}
 
 
@@ -416,9 +382,7 @@ def _flex_beside_static(device: str) -> Row:
         settings = {**BFLOAT16, "data.packing": "documents", "model.attention": way}
         config = sized(TIMED_LLAMA, 4096, 4, settings).config(1)
         _empty_cache()
-        with opened(config, device) as (backend, training):
-            count = FLEX_WARM_UP + FLEX_TIMED
-            seconds = train(config, backend, training, Documents(config, 500), 1, count)[1]
+        seconds = train(config, device, Documents(config, 500), FLEX_WARM_UP + FLEX_TIMED)[1]
         figures[f"{way}: tokens_per_second"] = 4 * 4096 * FLEX_TIMED / sum(seconds[FLEX_WARM_UP:])
         figures[f"{way}: peak_bytes"] = torch.cuda.max_memory_allocated()
     figures["flex_over_static"] = figures["flex: tokens_per_second"] / figures["static: tokens_per_second"]
@@ -430,7 +394,6 @@ def _flex_beside_static(device: str) -> Row:
 # (mean over the tokens that have a next one), AdamW with its settings, clipping, sdpa attention, float32 master weights
 # and bfloat16 compute: by casting each unit's weights in ours, by autocast in the others, as people write them.
 
-TOP_KERNELS = 12
 ATTENTION = re.compile(r"flash|fmha|cudnn.*(attention|sdpa)|scaled_dot_product", re.IGNORECASE)
 
 
@@ -446,13 +409,12 @@ class Job:
     options: Sequence[str]  # `section.key=value` for our loop alone
     warm_up: int  # steps before the timed ones; compilation falls into the first
     timed: int  # steps
-    profile: bool  # one more step, after the timed ones, under torch's profiler
     device: str  # "cuda" or "cpu"
     folder: str  # for the initial weights and the run's own files
 
     @property
     def steps(self) -> int:
-        return self.warm_up + self.timed + self.profile
+        return self.warm_up + self.timed + 1  # the last one under torch's profiler
 
     def read_config(self, weights: Path | None, options: Sequence[str] = ()) -> Config:
         """The config of our run; without `weights` that of the model's architecture."""
@@ -487,8 +449,6 @@ class Watch:
     measured: Row = field(default_factory=lambda: {})
     marks: list[Any] = field(default_factory=lambda: [])
     ended: int = 0
-    made: float = field(default_factory=time.perf_counter)
-    began: float = 0.0
 
     def __post_init__(self) -> None:
         kind, self.on_cuda = torch.profiler.ProfilerActivity, self.job.device == "cuda"
@@ -500,15 +460,13 @@ class Watch:
         if self.ended == first:
             self._wait()
             _reset_peak()
-            self.began = time.perf_counter()
         if first <= self.ended <= last:
             self.marks.append(torch.cuda.Event(enable_timing=True) if self.on_cuda else time.perf_counter())
             if self.on_cuda:
                 self.marks[-1].record()
         if self.ended == last:
             self._measure()
-            if self.job.profile:
-                self.profiler.start()
+            self.profiler.start()
         elif self.ended > last:
             self._wait()
             self.profiler.stop()
@@ -520,47 +478,17 @@ class Watch:
 
     def _measure(self) -> None:
         self._wait()
-        span = time.perf_counter() - self.began
         seconds = [a.elapsed_time(b) / 1000 if self.on_cuda else b - a for a, b in pairwise(self.marks)]
         self.measured = {
             "step_seconds": seconds,
             "seconds_per_step": statistics.median(seconds),
-            "span_seconds": span,  # wall time of all timed steps
-            "ready_seconds": self.began - self.made,  # loading, compiling and the steps of warm-up
             "peak_allocated_bytes": torch.cuda.max_memory_allocated() if self.on_cuda else None,
             "peak_reserved_bytes": torch.cuda.max_memory_reserved() if self.on_cuda else None,
         }
 
     def _read_profile(self) -> None:
-        on_device = "self_device_time_total" if self.on_cuda else "self_cpu_time_total"
-        spent = {row.key: getattr(row, on_device) / 1000 for row in self.profiler.key_averages()}
-        longest = sorted(spent, key=lambda name: -spent[name])[:TOP_KERNELS]
-        self.measured["kernels_ms"] = {name[:120]: spent[name] for name in longest}
-        self.measured["kernels_total_ms"] = sum(spent.values())
-        self.measured["attention_kernels"] = sorted(name[:120] for name in spent if ATTENTION.search(name))
-
-
-class SkewedRows(CaseRows):
-    """Rows of random ids, low ones more often, so that there is something to learn. Labels are shifted as ours are."""
-
-    def __init__(self, vocabulary: int, seq_len: int) -> None:
-        super().__init__(1024)
-        draw = np.random.default_rng(0).random((len(self), seq_len))
-        self._ids = torch.tensor((draw**2 * vocabulary).astype(np.int64))
-
-    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        ids = self._ids[torch.from_numpy(indices)]
-        labels = torch.full_like(ids, IGNORED)
-        labels[:, :-1] = ids[:, 1:]
-        return {"input_ids": ids, "labels": labels}
-
-    def unshifted(self, config: Config, steps: int) -> dict[str, Tensor]:
-        """The rows of all steps in our order, with labels as transformers' models take them: they shift by one."""
-        positions = np.arange(steps * config.train.global_batch)
-        ids = self._ids[torch.from_numpy(sample_indices(config.run.seed, positions, len(self)))]
-        labels = ids.clone()
-        labels[:, 0] = IGNORED  # never a target; and a Trainer that counts it would divide by too much
-        return {"input_ids": ids, "labels": labels}
+        names = {row.key[:120] for row in self.profiler.key_averages()}
+        self.measured["attention_kernels"] = sorted(filter(ATTENTION.search, names))
 
 
 def _empty_cache() -> None:
@@ -574,22 +502,18 @@ def _reset_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def run_ours(job: Job, config: Config, rows: SkewedRows, watch: Watch) -> None:
+def run_ours(job: Job, config: Config, rows: Documents, watch: Watch) -> None:
     """The pieces of `train/loop.py`, and the body of its loop."""
-    accumulation = job.rows // cast(int, config.train.micro_batch)
     with open_backend(config, device=job.device, backend="native") as backend:
         training = build_training(config, backend, load_tokenizer(config.data.tokenizer))
         _empty_cache()
-        with Batches(
-            rows, seed=config.run.seed, global_batch=job.rows, shard=(0, 1), accumulation=accumulation
-        ) as batches:
+        with open_batches(config, backend, training, Corpus(rows, None)) as batches:
             step = OurStep(config, backend, training, batches)
             for _ in range(job.steps):
                 step()
                 watch.step_ended()
-            last = cast(InFlight, step._in_flight).metrics.result()["loss"].item()
-    lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
-    watch.losses = [*(json.loads(line)["loss"] for line in lines), last]
+            last = step.last_loss()
+    watch.losses = [*(row["loss"] for row in read_jsonl(Path(config.run.dir) / "metrics.jsonl")), last]
 
 
 def _plain_model(config: Config) -> Any:
@@ -598,7 +522,7 @@ def _plain_model(config: Config) -> Any:
     )
 
 
-def run_plain(job: Job, config: Config, rows: SkewedRows, watch: Watch) -> None:
+def run_plain(job: Job, config: Config, rows: Documents, watch: Watch) -> None:
     """What one writes by hand: autocast, fused AdamW, and no wait for the device within a step."""
     model, optim = _plain_model(config).to(job.device).train(), config.optim
     parameters = list(model.parameters())
@@ -624,18 +548,16 @@ def run_plain(job: Job, config: Config, rows: SkewedRows, watch: Watch) -> None:
         watch.step_ended()
 
 
-def run_trainer(job: Job, config: Config, rows: SkewedRows, watch: Watch) -> None:
+def run_trainer(job: Job, config: Config, rows: Documents, watch: Watch) -> None:
     """transformers' Trainer with its defaults, but for what must be equal: rows in order, AdamW's numbers, no saves."""
+    from beside_trainer import arguments
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Marks(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             watch.step_ended()
 
-    class InOrder(Trainer):
-        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-            return torch.utils.data.SequentialSampler(cast(Any, self.train_dataset))
-
+    class KeepsLosses(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             loss = cast(Any, super().compute_loss(*args, **kwargs))
             watch.losses.append(loss.detach())
@@ -643,24 +565,20 @@ def run_trainer(job: Job, config: Config, rows: SkewedRows, watch: Watch) -> Non
 
     data = rows.unshifted(config, job.steps)
     dataset = [{name: tensor[row] for name, tensor in data.items()} for row in range(len(data["input_ids"]))]
-    optim, folder = config.optim, f"{job.folder}/trainer"
-    settings: Row = {
-        **{"output_dir": folder, "save_strategy": "no", "report_to": "none", "disable_tqdm": True},
-        **{"max_steps": job.steps, "per_device_train_batch_size": job.rows, "bf16": True},
-        **{"use_cpu": job.device == "cpu", "torch_compile": job.compile, "use_liger_kernel": job.loop == "liger"},
-        **{"learning_rate": optim.lr, "lr_scheduler_type": "constant", "weight_decay": optim.weight_decay},
-        **{"adam_beta1": optim.betas[0], "adam_beta2": optim.betas[1], "adam_epsilon": optim.eps},
-        "max_grad_norm": config.train.max_grad_norm,
+    settings: Row = arguments(config) | {
+        **{"output_dir": f"{job.folder}/trainer", "max_steps": job.steps, "lr_scheduler_type": "constant"},
+        **{"bf16": True, "torch_compile": job.compile, "use_liger_kernel": job.loop == "liger"},
+        **{"use_cpu": job.device == "cpu", "logging_steps": 500, "dataloader_pin_memory": True},
     }
     model = _plain_model(config)
-    trainer = InOrder(
+    trainer = KeepsLosses(
         model=model, args=TrainingArguments(**settings), train_dataset=cast(Any, dataset), callbacks=[Marks()]
     )
     _empty_cache()
     trainer.train()
 
 
-LOOPS: dict[str, Callable[[Job, Config, SkewedRows, Watch], None]] = {
+LOOPS: dict[str, Callable[[Job, Config, Documents, Watch], None]] = {
     "ours": run_ours,
     "plain": run_plain,
     "trainer": run_trainer,
@@ -668,9 +586,15 @@ LOOPS: dict[str, Callable[[Job, Config, SkewedRows, Watch], None]] = {
 }
 
 
-def speed(**asked: Any) -> Iterator[Row]:
+def speed(asked: Row) -> Row:
     """Times of the steps, losses of all steps, peaks of memory (of the timed steps) and MFU of one job."""
-    job = Job(**asked)
+    try:
+        return _speed(Job(**asked))
+    except torch.OutOfMemoryError as error:
+        return {"status": "out of memory", "error": str(error).splitlines()[0]}
+
+
+def _speed(job: Job) -> Row:
     base = job.read_config(weights := job.initial_weights())
     config = job.read_config(weights, job.options)
     if autos(config):
@@ -678,7 +602,7 @@ def speed(**asked: Any) -> Iterator[Row]:
     size = build_model(config.model, seed=0, seq_len=config.data.seq_len, vocabulary=256).size
     watch = Watch(job)
     began = time.perf_counter()
-    LOOPS[job.loop](job, config, SkewedRows(job.vocabulary, config.data.seq_len), watch)
+    LOOPS[job.loop](job, config, Documents(config, None, job.vocabulary), watch)
     tokens = job.rows * config.data.seq_len
     flops = model_flops_per_token(
         size.parameters, size.embedding_parameters, size.layers, size.hidden, config.data.seq_len
@@ -686,12 +610,11 @@ def speed(**asked: Any) -> Iterator[Row]:
     peak = peak_flops(torch.cuda.get_device_name() if job.device == "cuda" else "cpu", "bfloat16")
     median = watch.measured["seconds_per_step"]
     first, _, third = statistics.quantiles(watch.measured["step_seconds"], n=4)
-    yield {
+    return {
         "status": "finished",
         **watch.measured,
         "losses": [float(loss) for loss in watch.losses],
         "tokens_per_second": tokens / median,
-        "span_tokens_per_second": tokens * job.timed / watch.measured["span_seconds"],
         "tokens_per_second_quartiles": [tokens / third, tokens / first],
         "mfu": flops * tokens / median / peak if peak else None,
         "parameters": size.parameters,
@@ -709,7 +632,7 @@ PER_HOST = 8
 ON_TOP = ("allocator", "communication buffers")
 
 
-def planned(device: str, target: str, devices: int, as_torchtitan: bool, **shape: Any) -> Iterator[Row]:
+def planned(target: str, devices: int, as_torchtitan: bool, *shape: Any) -> Row:
     """What a plan says of the memory, and what the planner itself takes."""
     from portable_fsdp.plan.fake_step import plan_memory
     from portable_fsdp.plan.target import parse_target
@@ -720,9 +643,9 @@ def planned(device: str, target: str, devices: int, as_torchtitan: bool, **shape
     found = parse_target(target)
     hosts = 1 if target == "cpu" else -(-devices // PER_HOST)
     found = replace(found, hardware=replace(found.hardware, program=None), devices=devices, hosts=hosts)  # no limit
-    memory = plan_memory(sized(**shape).config(1), found).memory
+    memory = plan_memory(sized(*shape).config(1), found).memory
     live = sum(size for part, size in memory.parts.items() if part not in ON_TOP)
-    yield {
+    return {
         "planned_live_bytes": live,
         "planned_reserved_bytes": live + memory.parts.get("allocator", 0),
         "parts": memory.parts,
@@ -767,7 +690,7 @@ def _build_as_torchtitan() -> None:
     units.create_selective_checkpoint_contexts = cast(Any, every_second_product)
 
 
-def tracked(device: str, devices: int, **shape: Any) -> Iterator[Row]:
+def tracked(devices: int, *shape: Any) -> Row:
     """The peak that torch's FSDPMemTracker sees of the same two steps."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -775,7 +698,7 @@ def tracked(device: str, devices: int, **shape: Any) -> Iterator[Row]:
     from portable_fsdp.plan import fake_step
     from portable_fsdp.plan.memory_trace import Recorder
 
-    config = sized(**shape).config(1)
+    config = sized(*shape).config(1)
     fake, cuda = FakeTensorMode(allow_non_fake_inputs=True), fake_step.stand_in()
     recorder = Recorder(fake, cuda, "cpu")  # its own record isn't used
     most = 0
@@ -796,23 +719,24 @@ def tracked(device: str, devices: int, **shape: Any) -> Iterator[Row]:
                 found = cast(dict[Any, Any], tracker.get_tracker_snapshot("peak"))
                 most = max(most, *(by_kind["Total"] for of, by_kind in found.items() if of == cuda))
                 tracker.reset_mod_stats()
-    yield {"reference_bytes": most}
+    return {"reference_bytes": most}
 
 
-def measured(device: str, devices: int, **shape: Any) -> Iterator[Row]:
+def measured(device: str, *shape: Any) -> Row:
     """Three steps of the trainer's on this machine: what the allocator says, or on CPU what lives."""
-    config = sized(**shape).config(1)
+    config = sized(*shape).config(1)
     if device == "cpu":
         from live_storages import measure_on
 
         with open_backend(config, device=device, backend="native", num_devices=1) as backend:
-            yield {"device": "cpu", "live_bytes": measure_on(backend, config).peak_bytes}
-        return
-    with opened(config, device) as (backend, training):
-        train(config, backend, training, Documents(config, 500), 1, 3)
+            return {"device": "cpu", "live_bytes": measure_on(backend, config).peak_bytes}
+    with ExitStack() as held:
+        step = Steps(config, held, device=device, corpus=Corpus(Documents(config, 500), None))
+        for _ in range(3):
+            step()
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()  # context, kernels, NCCL, other processes
-        yield {
+        return {
             "device": torch.cuda.get_device_name(),
             "allocated_bytes": torch.cuda.max_memory_allocated(),
             "reserved_bytes": torch.cuda.max_memory_reserved(),
@@ -821,14 +745,6 @@ def measured(device: str, devices: int, **shape: Any) -> Iterator[Row]:
 
 
 # --------------------------------------------------------------------------------------------------------- process
-
-KINDS: dict[str, Callable[..., Iterator[Row]]] = {
-    "checks": checks,
-    "speed": speed,
-    "planned": planned,
-    "tracked": tracked,
-    "measured": measured,
-}
 
 
 def environment(device: str) -> Row:
@@ -848,25 +764,3 @@ def environment(device: str) -> Row:
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in PACKAGES if find_spec(name)},
     }
-
-
-def main() -> None:
-    asked, path = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    kind, machine, rows = asked.pop("kind"), environment(asked["device"]), list[Row]()
-
-    def add(row: Row) -> None:
-        rows.append(row)
-        path.with_suffix(".part").write_text(json.dumps({"environment": machine, "rows": rows}))
-        os.replace(path.with_suffix(".part"), path)
-
-    try:
-        for row in KINDS[kind](**asked):
-            add(row)
-    except torch.OutOfMemoryError as error:
-        add({"status": "out of memory", "error": str(error).splitlines()[0]})
-    except Exception as error:  # of any of three libraries; it is this job's answer, and the others go on
-        add({"status": "failed", "error": "".join(traceback.format_exception(error))[-3000:]})
-
-
-if __name__ == "__main__":
-    main()
