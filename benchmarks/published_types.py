@@ -9,17 +9,13 @@ types that are equal on native, on one XLA device. Without names all types run. 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
-import gc
-import importlib
 import json
 import math
 import os
 import re
 import resource
-import signal
 import sys
 import tempfile
 import time
@@ -31,6 +27,7 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
 
 import torch
+from measuring import RESULTS, markdown
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import __version__ as transformers_version
@@ -39,10 +36,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from portable_fsdp.config.load import make_config
 from portable_fsdp.observe.callbacks import Callback, StepEnd
+from portable_fsdp.runtime.child import Worker, WorkerFailedError
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.train.loop import train
 
-RESULTS = Path(__file__).parent / "results/published_types.json"
+RESULT = RESULTS / "published_types.json"
 VOCABULARY, TOKENS, STEPS, LR = 128, 24, 3, 1e-3
 BOUND, BOUND_XLA = 1e-5, 1e-4  # of a loss
 MEMORY = 64 * 2**30  # of addresses: each read of a tensor maps its file
@@ -271,6 +269,7 @@ def our_losses(folder: Path, backend: str, **sharding: Any) -> list[float]:
 
 def outcome(model_type: str, backend: str, native: dict[str, Any]) -> dict[str, Any]:
     """Run both loops in this process, and describe how they compare. `native`: its result, for another backend."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
@@ -297,6 +296,8 @@ def outcome(model_type: str, backend: str, native: dict[str, Any]) -> dict[str, 
                 advice["draws"] = "constants"
         except PortableFSDPError as error:
             return {"outcome": "refused", "says": str(error).replace(name, "FOLDER"), "plain": plain}
+        except MemoryError:
+            return {"outcome": "transformers", "says": "MemoryError"}
         except Exception as error:
             return {"outcome": "traceback", "says": described(error), "plain": plain}
         apart = differ(plain, ours)
@@ -321,56 +322,14 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:600]} ({Path(at.filename).name}:{at.lineno})"
 
 
-def in_child(model_type: str, backend: str, native: dict[str, Any], seconds: int, log: Path) -> dict[str, Any]:
-    """Fork, and return what the child wrote; the imports are made already."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        began = time.perf_counter()
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                os.setsid()
-                resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                for stream in (1, 2):
-                    os.dup2(output, stream)
-                print(f"\n##### {model_type} {backend}", flush=True)
-                try:
-                    result = outcome(model_type, backend, native)
-                except MemoryError:
-                    result = {"outcome": "transformers", "says": "MemoryError"}
-                Path(file.name).write_text(json.dumps(result))
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-        while os.waitpid(child, os.WNOHANG) == (0, 0):
-            if time.perf_counter() - began > seconds:
-                os.killpg(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                return {"outcome": "no end", "says": f"took more than {seconds} s"}
-            time.sleep(0.05)
-        text = Path(file.name).read_text()
-        return json.loads(text) if text else {"outcome": "no end", "says": "the process died"}
-
-
-def warm() -> None:
-    """Import here what a run loads, once for all children."""
-    with tempfile.TemporaryDirectory() as name:
-        save("llama", Path(name))
-        with tempfile.NamedTemporaryFile() as file:
-            if not (child := os.fork()):
-                our_losses(Path(name), "native")
-                Path(file.name).write_text("\n".join(sys.modules))
-                os._exit(0)
-            os.waitpid(child, 0)
-            for module in Path(file.name).read_text().split():
-                with contextlib.suppress(Exception):
-                    importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # a child's collections skip it
+def in_child(seconds: int, *arguments: Any) -> dict[str, Any]:
+    """`outcome` in a process of its own."""
+    try:
+        with Worker(seconds) as worker:
+            return worker("published_types:outcome", *arguments)
+    except WorkerFailedError as error:
+        says = f"took more than {seconds} s" if error.ended.how == "late" else error.ended.last_lines
+        return {"outcome": "no end", "says": says}
 
 
 ON = ("native", "xla")
@@ -378,12 +337,12 @@ BAD = ("silent", "traceback", "no end")
 
 
 def read() -> dict[str, dict[str, Any]]:
-    return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    return json.loads(RESULT.read_text()) if RESULT.is_file() else {}
 
 
 def write(results: dict[str, dict[str, Any]]) -> None:
-    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    table = ["| type | native | xla | message |", "|---|---|---|---|"]
+    RESULT.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    table: list[list[str]] = []
     counts = {backend: Counter(row[backend]["outcome"] for row in results.values() if backend in row) for backend in ON}
     for name, row in sorted(results.items()):
         cells = [f"{row[on]['outcome']} ({row[on].get('apart', 0):.0e})" if on in row else "" for on in ON]
@@ -394,7 +353,7 @@ def write(results: dict[str, dict[str, Any]]) -> None:
         )
         notes += ["random draws replaced by constants in both loops"] if "draws" in row["native"] else []
         text = " ".join("; ".join(notes).replace("|", "/").split())
-        table.append(f"| `{name}` | {cells[0]} | {cells[1]} | {text[:400]} |")
+        table.append([f"`{name}`", *cells, text[:400]])
     equal = counts["native"]["equal"]
     lines = [
         "# Types of causal models beside a plain PyTorch loop",
@@ -408,7 +367,7 @@ def write(results: dict[str, dict[str, Any]]) -> None:
         "- transformers: its own loop fails at this size, with the error in the last column; refused: our sentence",
         "",
     ]
-    RESULTS.with_suffix(".md").write_text("\n".join([*lines, *table]) + "\n")
+    RESULT.with_suffix(".md").write_text("\n".join([*lines, *markdown(("type", *ON, "message"), table)]) + "\n")
 
 
 def main() -> int:
@@ -416,20 +375,16 @@ def main() -> int:
     parser.add_argument("types", nargs="*")
     parser.add_argument("--xla", action="store_true")
     parser.add_argument("--seconds", type=int, default=90)
-    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "published_types.log")
     parser.add_argument("--rest", action="store_true", help="only types without a result")
     chosen = parser.parse_args()
     backend = "xla" if chosen.xla else "native"
-    sys.path.insert(0, str(Path(__file__).parent))
-    warm()
     for model_type in chosen.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         row = read().get(model_type, {})
         is_done = chosen.rest and backend in row
         if is_done or (chosen.xla and row.get("native", {}).get("outcome") != "equal"):
             continue
         began = time.perf_counter()
-        native = row["native"] if chosen.xla else {}
-        result = in_child(model_type, backend, native, chosen.seconds, chosen.log)
+        result = in_child(chosen.seconds, model_type, backend, row["native"] if chosen.xla else {})
         says = str(result.get("says", result.get("apart")))[:200].replace("\n", " | ")
         print(f"{model_type:25} {result['outcome']:13} {time.perf_counter() - began:5.1f} s  {says}", flush=True)
         results = read()  # another start may have written others

@@ -6,9 +6,9 @@ from typing import Any
 import expected_times
 import pytest
 import step_time
+from expected_times import Step, work_of
 from programs import RESULTS as COMPILED
 from programs import SIZES, Program, program_of
-from textbook import Step, work_of
 
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.runtime.child import Worker
