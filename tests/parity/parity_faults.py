@@ -1,38 +1,21 @@
-"""Plants wrong operations (tests/parity/faulty_worker.py) in one engine, one at a time, and lets parity find them.
+"""Wrong operations (faulty_worker.py), planted in one engine one at a time, for parity to find."""
 
-python benchmarks/parity_faults.py [--on=native:2,xla:4] [--only=NAME,...]
-
-Each fault is in the second place of --on. Prints one row a fault, and ends with 1 unless parity names each.
-"""
-
-import argparse
 import contextlib
 import io
 import os
-import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import yaml
+from faulty_worker import FAULTS
 
-FAULTY = Path(__file__).parents[1] / "tests/parity"
-sys.path.insert(0, str(FAULTY))
-
-from faulty_worker import FAULTS  # noqa: E402
-
-from portable_fsdp.convert.read import load_config  # noqa: E402
-from portable_fsdp.parity.__main__ import main as parity  # noqa: E402
-from portable_fsdp.parity.__main__ import run_place  # noqa: E402
-from portable_fsdp.parity.record import (  # noqa: E402
-    Certificate,
-    Place,
-    PlaceTask,
-    RunTask,
-    deviation,
-    find_culprit,
-)
+from portable_fsdp.convert.read import load_config
+from portable_fsdp.parity.__main__ import main as parity
+from portable_fsdp.parity.__main__ import run_place
+from portable_fsdp.parity.record import Certificate, Place, PlaceTask, RunTask, deviation, find_culprit
 
 MODEL = {
     **{"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128},
@@ -64,17 +47,10 @@ def write_config(folder: Path) -> Path:
     return folder / "run.yaml"
 
 
-@contextlib.contextmanager
-def planted(fault: str) -> Generator[None]:
-    """The environment of a faulty worker; `fault`: ENGINE:DEVICES:NAME,..., or nothing."""
-    before = dict(os.environ)
-    path = f"{FAULTY}:{os.environ.get('PYTHONPATH', '')}"
-    os.environ.update({"OMP_NUM_THREADS": "1", "XLA_FLAGS": QUICK, "PYTHONPATH": path, "FAULT": fault})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def planted(fault: str) -> Any:
+    """Context with the environment of a faulty worker; `fault`: ENGINE:DEVICES:NAME,..., or nothing."""
+    path = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
+    return patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "XLA_FLAGS": QUICK, "PYTHONPATH": path, "FAULT": fault})
 
 
 def certified(folder: Path, *words: str, fault: str = "") -> Result:
@@ -114,23 +90,3 @@ def rows(on: str, names: list[str]) -> Iterator[tuple[bool, str]]:
             else ""
         )
         yield is_named, f"| {name} | {max(differs.losses):.0e} | {differs.first_step or 'none'} | {said} | {is_named} |"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--on", default="native:2,xla:4")
-    parser.add_argument("--only", default=",".join(FAULTS))
-    options = parser.parse_args()
-    print(
-        "| planted | loss differs by | first step beyond a bound | certificate | named |\n|---|---|---|---|---|",
-        flush=True,
-    )
-    named: list[bool] = []
-    for is_named, row in rows(options.on, options.only.split(",")):
-        named.append(is_named)
-        print(row, flush=True)
-    return int(not all(named))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
