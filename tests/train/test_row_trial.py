@@ -182,11 +182,10 @@ def test_an_unknown_problem_is_refused(word: str, nearest: str) -> None:
 
 
 def test_one_class_is_refused() -> None:
-    rows = {"x": torch.zeros(2, 4), "labels": torch.zeros(2, 4, dtype=torch.int64)}
     one = Positions()
     one.table = nn.Parameter(torch.zeros(8, 1))
     with pytest.raises(ConfigError, match=r"token_classification: the model has one class, whose cross entropy is alw"):
-        try_rows([rows], one, TASK, has_fixed_shapes=False)
+        try_rows([batch(4)], one, TASK, has_fixed_shapes=False)
 
 
 @pytest.mark.parametrize(("engine", "devices", "hosts"), [("xla", 8, 2), ("xla_fsdp1", 2, 1)])
@@ -228,6 +227,14 @@ def test_a_gradient_may_be_in_the_loss_but_not_in_the_count(count: Any, message:
         task.scores(model, rows)
 
 
+def squares(model: Any, rows: Any) -> tuple[Tensor, Tensor]:
+    losses = model(rows["x"]).square().mean(dim=-1)
+    return losses.sum(), torch.ones_like(losses).sum()
+
+
+SQUARES = Task("mine:squares", squares, counts_labels=False)
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_dropout_of_tensors_without_rows_in_front_is_refused(batch_first: bool) -> None:
     class Encoder(nn.Module):
@@ -238,19 +245,14 @@ def test_dropout_of_tensors_without_rows_in_front_is_refused(batch_first: bool) 
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x if batch_first else x.transpose(0, 1)).mean(dim=(1 if batch_first else 0))
 
-    def loss(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        losses = model(batch["x"]).square().mean(dim=-1)
-        return losses.sum(), torch.ones_like(losses).sum()
-
-    task = Task("mine:loss", loss, counts_labels=False)
     with torch.device("meta"):
         model = Encoder()
     row = {"x": ((5, 16), torch.float32)}
     if batch_first:
-        require_rows_first(model, task, row, ShardPolicy(()))
+        require_rows_first(model, SQUARES, row, ShardPolicy(()))
         return
     with pytest.raises(ConfigError, match=r"found dropout of a tensor \[5, rows, 16\]\n  in .*test_row_trial.py:\d+: "):
-        require_rows_first(model, task, row, ShardPolicy(()))
+        require_rows_first(model, SQUARES, row, ShardPolicy(()))
 
 
 @pytest.mark.parametrize(("rate", "drops"), [(0.5, True), (0.0, False)])
@@ -261,11 +263,7 @@ def test_dropout_is_found_whatever_its_rate_is_called(rate: float, drops: bool) 
         def forward(self, input: Tensor) -> Tensor:
             return nn.functional.dropout(super().forward(input), self.zoneout, self.training)
 
-    def loss(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        losses = model(batch["x"]).square().mean(dim=-1)
-        return losses.sum(), torch.ones_like(losses).sum()
-
     with torch.device("meta"):
         model = Zoneout(16, 4)
     row = {"x": ((16,), torch.float32)}
-    assert require_rows_first(model, Task("mine:loss", loss, counts_labels=False), row, ShardPolicy(())) == drops
+    assert require_rows_first(model, SQUARES, row, ShardPolicy(())) == drops
