@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.config.describe import autos, changed_values
+from portable_fsdp.config.describe import autos, changed_values, without_plan
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.data.build import Corpus
@@ -598,7 +598,8 @@ def _speed(job: Job) -> Row:
     base = job.read_config(weights := job.initial_weights())
     config = job.read_config(weights, job.options)
     if autos(config):
-        config = resolve_auto(config, device=job.device, backend="native", num_devices=None)
+        with open_backend(without_plan(config), device=job.device, backend="native") as engine:
+            config = resolve_auto(config, engine)
     size = build_model(config.model, seed=0, seq_len=config.data.seq_len, vocabulary=256).size
     watch = Watch(job)
     began = time.perf_counter()
