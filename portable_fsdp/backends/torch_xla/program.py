@@ -1,22 +1,136 @@
-"""Run a function as one program of torch_xla, or refuse it and name the line of the model that prevents it.
+"""Run functions as programs of torch_xla: count the compilations, name the cause of one too many, and refuse a function
+that makes no program by the line of the model that prevents it.
 
 To find that line the function runs again under torch's anomaly mode, which knows the forward of each gradient.
 """
 
+import logging
 import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from portable_fsdp.backends.contract import Metrics
 from portable_fsdp.runtime.errors import BackendError
 
+log = logging.getLogger("portable_fsdp")
+
 T = TypeVar("T")
+
+
+class Compiler(Protocol):
+    """Compiles functions into programs, as `Backend.compile`, and counts them."""
+
+    compilations: int
+
+    def compile(self, fn: Callable[..., Metrics], name: str, shapes: int = 1) -> Callable[..., Metrics]:
+        """Compile `fn`. `shapes`: number of shapes that its inputs may have; each has its program."""
+        ...
+
+    def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Record at each update what else a program depends on: which gradients exist, and the optimizer's numbers."""
+
+    def wait(self) -> None:
+        """Run pending operations, and wait for all programs."""
+
+
+class Programs:
+    """Functions that XLA compiles as they are called: counts compilations, and warns of unexpected ones."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine, self.compilations, self._failed = engine, 0, False
+        self._at_update: dict[str, Any] = {}
+
+    def wait(self) -> None:
+        import torch_xla
+
+        torch_xla.sync(wait=True)
+
+    def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        def note(*_: Any) -> None:
+            for at, group in enumerate(optimizer.param_groups):
+                numbers = {key: value for key, value in group.items() if type(value) in (int, float, tuple)}
+                self._at_update |= {f"{key} of optimizer group {at}": value for key, value in numbers.items()}
+            self._at_update |= {
+                f"the gradient of {name}": "absent" if weight.grad is None else "present"
+                for name, weight in parameters.items()
+                if weight.requires_grad
+            }
+
+        optimizer.register_step_pre_hook(note)
+
+    def compile(self, fn: Callable[..., Metrics], name: str, shapes: int = 1) -> Callable[..., Metrics]:
+        compiled, compiled_for, last = 0, set[str](), dict[str, Any]()
+
+        def step(*args: Any) -> Metrics:
+            nonlocal compiled, last
+            if self._failed:  # weights wait for the first operations of a program that then failed
+                self.wait()
+            before, self._at_update, self._failed = _compile_count(), {}, True
+            out = run_program(partial(_from_one_seed, fn, *args), f"backend {self._engine}: program {name!r}", name)
+            self._failed = False
+            new = _compile_count() - before
+            inputs = _described(args)
+            facts, previous = inputs | self._at_update, last
+            compiled, last, self.compilations = compiled + new, facts, self.compilations + new
+            if not new:
+                return out
+            compiled_for.add(str([fact for fact in inputs.values() if isinstance(fact, str)]))
+            if compiled > (expected := min(len(compiled_for), shapes)):
+                changed = [key for key in {**previous, **facts} if previous.get(key) != facts.get(key)]
+                # A number is usually an input of the program: it may change without being the cause.
+                causes = [key for key in changed if isinstance(facts.get(key, ""), str)] or changed
+                log.warning(
+                    "backend %s: program %r was compiled %d times, expected %s. Cause: %s.",
+                    self._engine,
+                    name,
+                    compiled,
+                    "once" if expected == 1 else f"{expected} times, once per shape of its rows",
+                    "; ".join(f"{key} changed from {previous.get(key)} to {facts.get(key)}" for key in causes[:4])
+                    or "no input, gradient or optimizer number changed, so other operations ran: in the forward (a "
+                    "Python branch, a random choice or a counter in the model), in an optimizer of your own, or "
+                    "between the steps, on weights or optimizer state; XLA_SAVE_TENSORS_FILE=FILE shows them",
+                )
+            return out
+
+        return step
+
+
+def _from_one_seed(fn: Callable[..., Metrics], *args: Any) -> Metrics:
+    """Recomputation sets XLA's seed, from which the next program's follows: set it as it was, whatever ran."""
+    from torch_xla.core import xla_model
+
+    seed = cast(Any, xla_model).get_rng_state()
+    out = fn(*args)
+    cast(Any, xla_model).set_rng_state(seed)
+    return out
+
+
+def _compile_count() -> int:
+    import torch_xla.debug.metrics as counters
+
+    data = cast(Any, counters).metric_data("CompileTime")
+    return int(data[0]) if data else 0
+
+
+def _described(args: Sequence[Any]) -> dict[str, Any]:
+    """Name -> input of a program: the shape and dtype of a tensor, or a Python number."""
+    named: dict[str, Any] = {}
+    for number, argument in enumerate(args):
+        named |= argument if isinstance(argument, dict) else {f"argument {number}": argument}
+    return {
+        name: f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else value
+        for name, value in named.items()
+        if not isinstance(value, bool)
+    }
 
 
 def run_program(run: Callable[[], T], what: str, name: str) -> T:

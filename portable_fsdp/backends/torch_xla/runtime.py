@@ -1,4 +1,4 @@
-"""Code shared by both torch_xla engines: opening and closing, counted programs, recomputation.
+"""Code shared by both torch_xla engines: opening and closing, recomputation, and operators that torch_xla lacks.
 
 Only functions import torch_xla: at import it reads the environment variables that `set_environment` sets.
 """
@@ -9,15 +9,17 @@ import gc
 import logging
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import linear
 
 from portable_fsdp.backends.contract import (
     Backend,
@@ -33,14 +35,11 @@ from portable_fsdp.backends.nested import flatten, tensors_in, tensors_of_module
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.backends.state import tensors_of
 from portable_fsdp.backends.torch_xla.options import libtpu_arguments
-from portable_fsdp.backends.torch_xla.program import run_program
-from portable_fsdp.backends.torch_xla.recurrent import loop_over_positions
+from portable_fsdp.backends.torch_xla.program import Compiler
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import count_row_shards, mesh_axes, split_batch
 from portable_fsdp.optim.counting import CountingOptimizer
 from portable_fsdp.runtime.errors import BackendError
-
-log = logging.getLogger("portable_fsdp")
 
 _COLLECTIVE = re.compile(r"%?(all-gather|all-reduce|reduce-scatter|all-to-all|collective-[a-z]+)\b")
 _LOWERING = Lock()  # devices may be threads
@@ -67,30 +66,10 @@ def _generation() -> str:
     return str(cast(Any, tpu).get_tpu_type()).replace("litepod", "e") if tpu.num_available_chips() else ""
 
 
-@cache  # keeps the library alive: its implementations end with it
-def _replace_operators() -> torch.library.Library:
-    """Let XLA run recurrent layers as loops and solve triangular systems in this process.
-
-    torch_xla 2.9.0 lowers torch.triangular_solve, but would run its successor torch.linalg.solve_triangular, used by
-    linear attention (Qwen3-Next), on the host. Call after torch_xla's import, from one thread at a time, repeatedly.
-    """
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("linalg_solve_triangular", _solve_triangular, "XLA")
-    loop_over_positions(library)
-    return library
-
-
-def _solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
-    """Solve `a` X = `b`, or X `a` = `b` if not `left`; `a` `[..., n, n]` is lower triangular if not `upper`."""
-    if not left:
-        return _solve_triangular(a.mT, b.mT, upper=not upper, unitriangular=unitriangular).mT
-    return torch.triangular_solve(b, a, upper=upper, unitriangular=unitriangular).solution
-
-
 class PjrtBackend(Backend):
     """An engine of torch_xla. Its constructor counts devices, then calls `_open`."""
 
-    _programs: "Compiler"
+    _programs: Compiler
 
     def _open(self, device: str, config: Config, rank: Partition, count: int, hosts: int) -> None:
         """Check `config` on `count` devices of `hosts` hosts, and set the state that both engines share."""
@@ -229,113 +208,6 @@ def require_devices(engine: str, device: str, num_devices: int | None, count: in
         )
 
 
-class Compiler(Protocol):
-    """Compiles functions into programs, as `Backend.compile`, and counts them."""
-
-    compilations: int
-
-    def compile(self, fn: Callable[..., Metrics], name: str, shapes: int = 1) -> Callable[..., Metrics]:
-        """Compile `fn`. `shapes`: number of shapes that its inputs may have; each has its program."""
-        ...
-
-    def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Record at each update what else a program depends on: which gradients exist, and the optimizer's numbers."""
-
-    def wait(self) -> None:
-        """Run pending operations, and wait for all programs."""
-
-
-class Programs:
-    """Functions that XLA compiles as they are called: counts compilations, and warns of unexpected ones."""
-
-    def __init__(self, engine: str) -> None:
-        self._engine, self.compilations, self._failed = engine, 0, False
-        self._at_update: dict[str, Any] = {}
-
-    def wait(self) -> None:
-        import torch_xla
-
-        torch_xla.sync(wait=True)
-
-    def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-        def note(*_: Any) -> None:
-            for at, group in enumerate(optimizer.param_groups):
-                numbers = {key: value for key, value in group.items() if type(value) in (int, float, tuple)}
-                self._at_update |= {f"{key} of optimizer group {at}": value for key, value in numbers.items()}
-            self._at_update |= {
-                f"the gradient of {name}": "absent" if weight.grad is None else "present"
-                for name, weight in parameters.items()
-                if weight.requires_grad
-            }
-
-        optimizer.register_step_pre_hook(note)
-
-    def compile(self, fn: Callable[..., Metrics], name: str, shapes: int = 1) -> Callable[..., Metrics]:
-        compiled, compiled_for, last = 0, set[str](), dict[str, Any]()
-
-        def step(*args: Any) -> Metrics:
-            nonlocal compiled, last
-            if self._failed:  # weights wait for the first operations of a program that then failed
-                self.wait()
-            before, self._at_update, self._failed = _compile_count(), {}, True
-            out = run_program(partial(_from_one_seed, fn, *args), f"backend {self._engine}: program {name!r}", name)
-            self._failed = False
-            new = _compile_count() - before
-            inputs = _described(args)
-            facts, previous = inputs | self._at_update, last
-            compiled, last, self.compilations = compiled + new, facts, self.compilations + new
-            if not new:
-                return out
-            compiled_for.add(str([fact for fact in inputs.values() if isinstance(fact, str)]))
-            if compiled > (expected := min(len(compiled_for), shapes)):
-                changed = [key for key in {**previous, **facts} if previous.get(key) != facts.get(key)]
-                # A number is usually an input of the program: it may change without being the cause.
-                causes = [key for key in changed if isinstance(facts.get(key, ""), str)] or changed
-                log.warning(
-                    "backend %s: program %r was compiled %d times, expected %s. Cause: %s.",
-                    self._engine,
-                    name,
-                    compiled,
-                    "once" if expected == 1 else f"{expected} times, once per shape of its rows",
-                    "; ".join(f"{key} changed from {previous.get(key)} to {facts.get(key)}" for key in causes[:4])
-                    or "no input, gradient or optimizer number changed, so other operations ran: in the forward (a "
-                    "Python branch, a random choice or a counter in the model), in an optimizer of your own, or "
-                    "between the steps, on weights or optimizer state; XLA_SAVE_TENSORS_FILE=FILE shows them",
-                )
-            return out
-
-        return step
-
-
-def _from_one_seed(fn: Callable[..., Metrics], *args: Any) -> Metrics:
-    """Recomputation sets XLA's seed, from which the next program's follows: set it as it was, whatever ran."""
-    from torch_xla.core import xla_model
-
-    seed = cast(Any, xla_model).get_rng_state()
-    out = fn(*args)
-    cast(Any, xla_model).set_rng_state(seed)
-    return out
-
-
-def _compile_count() -> int:
-    import torch_xla.debug.metrics as counters
-
-    data = cast(Any, counters).metric_data("CompileTime")
-    return int(data[0]) if data else 0
-
-
-def _described(args: Sequence[Any]) -> dict[str, Any]:
-    """Name -> input of a program: the shape and dtype of a tensor, or a Python number."""
-    named: dict[str, Any] = {}
-    for number, argument in enumerate(args):
-        named |= argument if isinstance(argument, dict) else {f"argument {number}": argument}
-    return {
-        name: f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else value
-        for name, value in named.items()
-        if not isinstance(value, bool)
-    }
-
-
 def keep_moments_apart(optimizer: torch.optim.Optimizer) -> None:
     """Keep XLA on CPUs from computing an optimizer's moments a second time, inside the update of the weights.
 
@@ -443,3 +315,79 @@ def _operations(path: Path) -> Iterator[Operation]:
                         plane.name if is_device else "cpu",
                         str(stats.get("hlo_module", "")),
                     )
+
+
+# --------------------------------------------------------------------------------------- operators that torch_xla lacks
+
+
+@cache  # keeps the library alive: its implementations end with it
+def _replace_operators() -> torch.library.Library:
+    """Let XLA run recurrent layers as loops and solve triangular systems in this process.
+
+    torch unrolls recurrent layers into operations for each position, which take minutes to compile. torch_xla 2.9 loops
+    only over a GRU, and keeps its first trace: after an evaluation, or behind a frozen embedding, it silently loses
+    input gradients. Packed sequences stay torch's. torch_xla 2.9.0 lowers torch.triangular_solve, but would run its
+    successor torch.linalg.solve_triangular, used by linear attention (Qwen3-Next), on the host.
+    Call after torch_xla's import, from one thread at a time, repeatedly.
+    """
+    from torch_xla.experimental import gru
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("linalg_solve_triangular", _solve_triangular, "XLA")
+    nn.GRU = getattr(nn.GRU, "_orig", nn.GRU)
+    gru.GRU.forward = nn.GRU.forward
+    for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        library.impl(f"{kind}.input", partial(_run_recurrent, kind), "AutogradXLA")
+    return library
+
+
+def _solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
+    """Solve `a` X = `b`, or X `a` = `b` if not `left`; `a` `[..., n, n]` is lower triangular if not `upper`."""
+    if not left:
+        return _solve_triangular(a.mT, b.mT, upper=not upper, unitriangular=unitriangular).mT
+    return torch.triangular_solve(b, a, upper=upper, unitriangular=unitriangular).solution
+
+
+@cache  # scan keeps one trace of a function for all inputs of its shapes, with gradients or without
+def _position(kind: str, wants_gradient: bool) -> Callable[..., Any]:
+    """Return the step of one position: ((states, recurrent weights, projection), inputs' gates) -> (same, output)."""
+
+    def position(carry: Any, x: Tensor) -> Any:
+        (h, *cells), weights, projection = carry
+        gates = linear(h, *weights)
+        if kind == "lstm":
+            i, f, g, o = (x + gates).chunk(4, 1)
+            cells = [f.sigmoid() * cells[0] + i.sigmoid() * g.tanh()]
+            h = o.sigmoid() * cells[0].tanh()
+            h = linear(h, *projection) if projection else h
+        elif kind == "gru":
+            (r, z, n), (r_h, z_h, n_h) = x.chunk(3, 1), gates.chunk(3, 1)
+            n = (n + (r + r_h).sigmoid() * n_h).tanh()
+            h = n + (z + z_h).sigmoid() * (h - n)
+        else:
+            h = (x + gates).tanh() if kind == "rnn_tanh" else (x + gates).relu()
+        return ([h, *cells], weights, projection), h
+
+    return position
+
+
+def _run_recurrent(kind: str, x: Tensor, hx: Tensor | Sequence[Tensor], weights: Sequence[Tensor], *rest: Any) -> Any:
+    """Return (outputs, last states); arguments as of torch.lstm, torch.gru, torch.rnn_tanh and torch.rnn_relu."""
+    from torch_xla.experimental.scan import scan
+
+    has_biases, layers, dropout, train, bidirectional, batch_first = rest
+    x = x.transpose(0, 1) if batch_first else x
+    states, ends = [hx] if isinstance(hx, Tensor) else hx, list[list[Tensor]]()
+    for layer in range(layers):
+        outputs: list[Tensor] = []
+        for backwards in (False, True)[: 1 + bidirectional]:
+            begin, end = (len(weights) * at // len(states[0]) for at in (len(ends), len(ends) + 1))
+            w_input, w_states, *others = weights[begin:end]
+            biases, projection = (others[:2], others[2:]) if has_biases else ([], others)
+            xs = linear(x.flip(0) if backwards else x, w_input, *biases[:1])
+            init = ([state[len(ends)] for state in states], [w_states, *biases[1:]], projection)
+            (last, _, _), ys = cast(Any, scan)(_position(kind, xs.requires_grad), init, xs, is_fn_pure=True)
+            ends.append(last)
+            outputs.append(ys.flip(0) if backwards else ys)
+        x = drop(torch.cat(outputs, -1), dropout, train and layer < layers - 1)
+    return x.transpose(0, 1) if batch_first else x, *map(torch.stack, zip(*ends, strict=True))

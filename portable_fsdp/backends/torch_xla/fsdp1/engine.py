@@ -30,9 +30,9 @@ from portable_fsdp.backends.state import (
     zero_optimizer,
 )
 from portable_fsdp.backends.torch_xla.fsdp1.shards import Shard, check_rows, shards_of
+from portable_fsdp.backends.torch_xla.program import Programs
 from portable_fsdp.backends.torch_xla.runtime import (
     PjrtBackend,
-    Programs,
     keep_moments_apart,
     recomputed,
     require_devices,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from portable_fsdp.backends.contract import ShardPolicy
-from portable_fsdp.backends.torch_xla.runtime import Compiler, Programs
+from portable_fsdp.backends.torch_xla.program import Compiler, Programs
 from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, batch_spec, coordinates, count_row_shards, region
 
 Initializer = Callable[[Region], Tensor]
