@@ -17,8 +17,8 @@ from jobs import device_count
 from test_xla import xla_run
 from workers import GetWorkers, Group, Workers
 
-from portable_fsdp.backends.torch_xla.spmd import scatter
-from portable_fsdp.backends.torch_xla.spmd.scatter import Scatter, scatter_over
+from portable_fsdp.backends.torch_xla.spmd import sums
+from portable_fsdp.backends.torch_xla.spmd.sums import Scatter, scatter_over
 from portable_fsdp.models.loss import LossInput
 
 STEPS = 6
@@ -67,8 +67,8 @@ def xla_run_on_chips(case: Case, folder: str, torus: tuple[int, ...], global_bat
     rows = {"train.global_batch": global_batch, "train.micro_batch": case.micro_batch or global_batch // device_count()}
     with (
         _chips(chips or [{"name": "CPU:0"}]),
-        patch.object(scatter, "LARGEST_OF_COMPILER", 1),
-        patch.object(scatter, "POSITIONS", 16),
+        patch.object(sums, "LARGEST_OF_COMPILER", 1),
+        patch.object(sums, "POSITIONS", 16),
         patch.object(LossInput, "gradient", autospec=True, side_effect=LossInput.gradient) as chunks,
         patch.object(jobs, "GLOBAL_BATCH", global_batch),
     ):
@@ -79,7 +79,7 @@ def xla_run_on_chips(case: Case, folder: str, torus: tuple[int, ...], global_bat
 
 def torus_of_chips(chips: list[dict[str, Any]]) -> tuple[int, ...]:
     with _chips(chips):
-        return scatter.torus_of_run()
+        return sums.torus_of_run()
 
 
 def _chips(attributes: list[dict[str, Any]]) -> Any:

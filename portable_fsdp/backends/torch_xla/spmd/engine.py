@@ -40,8 +40,12 @@ from portable_fsdp.backends.torch_xla.spmd.forward import (
     keep_rows_split,
 )
 from portable_fsdp.backends.torch_xla.spmd.scan import LayerLoop
-from portable_fsdp.backends.torch_xla.spmd.scatter import scatter_over, torus_of_run
-from portable_fsdp.backends.torch_xla.spmd.sums import replace_forwards, summed_in_float32
+from portable_fsdp.backends.torch_xla.spmd.sums import (
+    replace_forwards,
+    scatter_over,
+    summed_in_float32,
+    torus_of_run,
+)
 from portable_fsdp.backends.torch_xla.spmd.tensors import (
     DeviceTensors,
     Layouts,

@@ -32,7 +32,7 @@ class Tensors(Compiler, Protocol):
     """Whether layers may use a TPU's attention kernel and the memory of its host."""
 
     torus: tuple[int, ...]
-    """The torus of the chips, as `scatter.Torus`."""
+    """The torus of the chips, as `sums.Torus`."""
 
     def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Initializer | None) -> Tensor:
         """Make a global tensor sharded by `spec`, with pieces from `fetch`; None: values don't matter."""
