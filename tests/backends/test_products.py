@@ -19,7 +19,7 @@ from torch import nn
 from workers import GetWorkers, Group, JobFailed, Run, marked
 
 from portable_fsdp.backends.contract import ShardPolicy
-from portable_fsdp.backends.native.float8 import use_float8
+from portable_fsdp.backends.native.units import use_float8
 from portable_fsdp.backends.torch_xla.spmd.sums import int8_product
 from portable_fsdp.backends.weight_uses import eight_bit_layers
 from portable_fsdp.runtime.errors import ConfigError

@@ -39,6 +39,7 @@ from portable_fsdp.backends.native.units import (
     move_buffers,
     reshard_all,
     shard_units,
+    use_float8,
 )
 from portable_fsdp.backends.native.unsharded import GradientSums, dequantise_experts, use_in_place, view_tables
 from portable_fsdp.backends.refusals import Deployment, require_supported
@@ -235,8 +236,6 @@ class NativeBackend(contract.Backend):
 
             distribute_experts(model, policy, self._along("expert"), self._fsdp_size // self.axes["expert"])
         if policy.products != "auto":
-            from portable_fsdp.backends.native.float8 import use_float8
-
             self._update_scales.append(use_float8(model, policy, self.device, self._fsdp_size))
         if self._fsdp_size == 1 and not policy.cpu_offload:
             use_in_place(model, policy)
