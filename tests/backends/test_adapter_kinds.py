@@ -42,19 +42,6 @@ CASES = {
     # LoRA+, arXiv 2402.12354: B learns faster than A.
     "lora_plus": case_of(optim={"lr": 1e-3, "groups": [{"match": "*.lora_B.*", "lr": 1.6e-2}]}),
 }
-GROUPS = [Group("native", 1), Group("native", 2), Group("native", 3), Group("xla", 2), Group("xla", 3)]
-IN_SUITE = [("native-3", "all")]  # on xla test_quantised_base.py trains adapters in the suite
-
-
-@pytest.mark.parametrize(
-    ("group", "name"),
-    [marked(group, name, in_suite=(str(group), name) in IN_SUITE) for group in GROUPS for name in CASES],
-)
-def test_the_curve_is_pefts(group: Group, name: str, workers: GetWorkers) -> None:
-    case = replace(CASES[name], steps=8) if (str(group), name) in IN_SUITE else CASES[name]
-    assert_equal_curves(workers(group).run(jobs.train, case=case), case)
-
-
 EXPERTS = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
 ALL_LAYERS = {"compile.enabled": True, "compile.backend": "aot_eager"}
 OPTIONS: dict[str, tuple[Group, Case]] = {
@@ -71,9 +58,20 @@ OPTIONS: dict[str, tuple[Group, Case]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("group", "name"), [marked(group, name, in_suite=False) for name, (group, _) in OPTIONS.items()]
-)
-def test_options_keep_the_curve(group: Group, name: str, workers: GetWorkers) -> None:
-    case = OPTIONS[name][1]
+GROUPS = [Group("native", 1), Group("native", 2), Group("native", 3), Group("xla", 2), Group("xla", 3)]
+IN_SUITE = replace(CASES["all"], steps=8)  # on xla test_quantised_base.py trains adapters in the suite
+EACH = [
+    marked(Group("native", 3), "all", IN_SUITE, in_suite=True),
+    *(
+        marked(group, name, case, in_suite=False)
+        for group in GROUPS
+        for name, case in CASES.items()
+        if (str(group), name) != ("native-3", "all")
+    ),
+    *(marked(group, name, case, in_suite=False) for name, (group, case) in OPTIONS.items()),
+]
+
+
+@pytest.mark.parametrize(("group", "name", "case"), EACH)
+def test_the_curve_is_pefts(group: Group, name: str, case: Case, workers: GetWorkers) -> None:
     assert_equal_curves(workers(group).run(jobs.train, case=case), case)

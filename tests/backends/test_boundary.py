@@ -16,7 +16,7 @@ from jobs import numbers, open_group, pieces
 from torch import nn
 from torch.distributed.tensor import DTensor
 from unit_models import MODELS, loss_of_rows, plain_run, rows_of_step
-from workers import GetWorkers, Group, JobFailed, Workers
+from workers import GetWorkers, Group, JobFailed, Workers, marked
 
 from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.native.units import cast_scalars
@@ -28,8 +28,8 @@ from portable_fsdp.train.step import train_step
 Settings = dict[str, dict[str, Any]]
 
 TWO, FOUR, XLA, LR = Group("native", 2), Group("native", 4), Group("xla", 2), 1e-2
-RECOMPUTED: Settings = {
-    "memory": {"gradient_checkpointing": "full"},
+CHECKPOINTED: Settings = {"memory": {"gradient_checkpointing": "full"}}
+RECOMPUTED = CHECKPOINTED | {
     "sharding": {"strategy": "SHARD_GRAD_OP", "backward_prefetch": "BACKWARD_POST"},
 }
 REFUSED = ("InputInPlace", "Parts", "Hidden")
@@ -72,35 +72,31 @@ def assert_equal(metrics: list[dict[str, float]], expected: list[dict[str, float
         assert actual["grad_norm"] == pytest.approx(plain["grad_norm"], rel=10 * rel)
 
 
+HYBRID: Settings = {"sharding": {"strategy": "HYBRID_SHARD", "replicas": 2}}
+
+
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    ("group", "name", "settings"),
     [
-        *(pytest.param(name, {}, id=name) for name in TRAINED),
-        *(pytest.param(name, RECOMPUTED, id=f"{name} recomputed") for name in ("Changed", "Nested", "Attribute")),
+        *(marked(TWO, name, {}, in_suite=True) for name in TRAINED),
+        *(marked(TWO, name, RECOMPUTED, in_suite=True) for name in ("Changed", "Nested", "Attribute")),
+        marked(FOUR, "Scalars", HYBRID, in_suite=True),
+        marked(FOUR, "Attribute", HYBRID, in_suite=False),
+        marked(XLA, "Kinds", CHECKPOINTED, in_suite=True),
     ],
 )
 def test_what_enters_and_leaves_a_unit_trains_as_in_a_plain_loop(
-    name: str, settings: Settings, workers: GetWorkers
+    group: Group, name: str, settings: Settings, workers: GetWorkers
 ) -> None:
-    assert_equal(train(workers(TWO), name, settings)["metrics"], plain_run(name, 3, LR)[1])
+    assert_equal(train(workers(group), name, settings)["metrics"], plain_run(name, 3, LR)[1])
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("name", ["Kinds", "Changed", "Attribute"])
-def test_recomputed_blocks_on_xla_do_too_or_are_refused(name: str, workers: GetWorkers) -> None:
+@pytest.mark.parametrize("name", ["Changed", "Attribute"])
+def test_recomputed_blocks_on_xla_that_return_less_are_refused(name: str, workers: GetWorkers) -> None:
     """torch_xla's checkpoint gives a gradient to what a block returns alone."""
-    recomputed: Settings = {"memory": {"gradient_checkpointing": "full"}}
-    if name == "Kinds":
-        assert_equal(train(workers(XLA), name, recomputed)["metrics"], plain_run(name, 3, LR)[1])
-        return
     with pytest.raises(JobFailed, match=r"on XLA: block changes one of its inputs, or keeps a tensor in an attr"):
-        train(workers(XLA), name, recomputed)
-
-
-@pytest.mark.parametrize("name", [pytest.param("Attribute", marks=pytest.mark.proof), "Scalars"])
-def test_replicas_of_shards_do_too(name: str, workers: GetWorkers) -> None:
-    hybrid = {"sharding": {"strategy": "HYBRID_SHARD", "replicas": 2}}
-    assert_equal(train(workers(FOUR), name, hybrid)["metrics"], plain_run(name, 3, LR)[1])
+        train(workers(XLA), name, CHECKPOINTED)
 
 
 @pytest.mark.parametrize("name", ["Appended", "Changed", "Scalars"])

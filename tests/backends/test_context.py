@@ -8,10 +8,11 @@ from typing import Any, cast
 import jobs
 import pytest
 import torch
-from cases import ARCHITECTURES, GLOBAL_BATCH, SEQ_LEN, VOCABULARY, Case, assemble, assert_equal_states
+from cases import ARCHITECTURES, GLOBAL_BATCH, SEQ_LEN, VOCABULARY, Case
 from test_contract import assert_evaluation_changes_nothing, evaluated, evaluated_case
 from test_curves import BF16_20_STEPS, assert_equal_curves
-from test_experts import EVEN
+from test_engine_checkpoints import assert_travels
+from test_experts import COMPILED, EVEN
 from test_tensor import GPT2
 from workers import GetWorkers, Group, marked, marked_meshes
 
@@ -57,48 +58,47 @@ def test_every_family_has_the_curve_of_a_plain_loop(group: Group, model: str, me
     assert group.engine.compiles <= answers[0]["compilations"] <= answers[0]["expected_compilations"]
 
 
-CURVES: dict[str, tuple[int, Case]] = {
-    "windows, packed, recompute": (4, case_of("gemma2", FOUR | PACKED, checkpointing="full", micro_batch=6)),
+CURVES: dict[str, tuple[str, int, Case]] = {
+    "windows, packed, recompute": ("native", 4, case_of("gemma2", FOUR | PACKED, checkpointing="full", micro_batch=6)),
     "packed, selective": (
+        "native",
         2,
         case_of("llama", TWO | PACKED | {"memory.save_ops": ["attention"]}, checkpointing="selective"),
     ),
-    "shards, tensor": (8, case_of("llama", BESIDE_TENSOR)),
-    "replicas": (8, case_of("llama", TWO | {"sharding.replicas": 2}, strategy="HYBRID_SHARD")),
-    "adapters": (2, case_of("llama", TWO | {"model.lora": {"r": 4}}, optim={"name": "adamw", "lr": 1e-2})),
-    "compiled": (2, case_of("llama", TWO | {"compile.enabled": True, "compile.backend": "aot_eager"})),
-    "compiled, packed": (
-        2,
-        case_of(
-            "gemma2", TWO | PACKED | {"compile.enabled": True, "compile.backend": "aot_eager"}, checkpointing="full"
-        ),
-    ),
+    "shards, tensor": ("native", 8, case_of("llama", BESIDE_TENSOR)),
+    "replicas": ("native", 8, case_of("llama", TWO | {"sharding.replicas": 2}, strategy="HYBRID_SHARD")),
+    "adapters": ("native", 2, case_of("llama", TWO | {"model.lora": {"r": 4}}, optim={"name": "adamw", "lr": 1e-2})),
+    "compiled": ("native", 2, case_of("llama", TWO | COMPILED)),
+    "compiled, packed": ("native", 2, case_of("gemma2", TWO | PACKED | COMPILED, checkpointing="full")),
     "modules inside layers": (
+        "native",
         2,
         case_of("llama", TWO | {"memory.classes": ["LlamaAttention"]}, checkpointing="full", strategy="SHARD_GRAD_OP"),
     ),
     "offloads": (
+        "native",
         2,
         case_of("llama", TWO | {"memory.offload": "activations", "memory.cpu_offload": True}, checkpointing="full"),
     ),
+    "recompute, grad_op": ("xla", 4, case_of("gemma2", TWO, strategy="SHARD_GRAD_OP", checkpointing="full")),
+    "scan": ("xla", 4, case_of("llama", TWO | {"compile.scan_layers": True})),
+    **{
+        f"{model} in {compute}": ("native", 2, case_of(model, TWO | scale, compute=compute))
+        for model in ("llama", "gpt_oss")
+        for compute, scale in (("bfloat16", {}), ("float16", {"precision.loss_scale": 1024}))
+    },
 }
 
 
 @pytest.mark.parametrize(
     ("group", "name"),
-    [marked(Group("native", CURVES[name][0]), name, in_suite=False) for name in CURVES],
+    [marked(Group(engine, devices), name, in_suite=False) for name, (engine, devices, _) in CURVES.items()],
 )
 def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
-    case = CURVES[name][1]
-    assert_equal_curves(workers(group).run(jobs.train, case=case), case)
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("model", ["llama", "gpt_oss"])
-def test_bfloat16_and_float16_equal_float32_within_rounding(model: str, workers: GetWorkers) -> None:
-    for compute in ("bfloat16", "float16"):
-        case = case_of(model, TWO | {"precision.loss_scale": 1024} if compute == "float16" else TWO, compute=compute)
-        assert_equal_curves(workers(Group("native", 2)).run(jobs.train, case=case), case, BF16_20_STEPS)
+    case = CURVES[name][2]
+    answers = workers(group).run(jobs.train, case=case)
+    assert_equal_curves(answers, case, None if case.compute == "float32" else BF16_20_STEPS)
+    assert group.engine.compiles <= answers[0]["compilations"] <= answers[0]["expected_compilations"]
 
 
 def test_a_layer_gathers_keys_and_values_once(workers: GetWorkers) -> None:
@@ -120,17 +120,38 @@ def test_evaluations_and_samples_are_those_of_whole_rows(group: Group, workers: 
     assert_evaluation_changes_nothing(answers)
 
 
+@pytest.mark.parametrize(
+    ("group", "writes", "reads"),
+    [
+        marked(Group("native", 4), TWO, [{}, {"sharding.tensor": 2}], in_suite=False),
+        *(marked(Group("xla", 4), *layouts, in_suite=False) for layouts in ((TWO, [{}]), ({}, [TWO]), (FOUR, [TWO]))),
+    ],
+)
+def test_a_checkpoint_opens_at_another_layout_bit_for_bit(
+    group: Group, writes: dict[str, int], reads: list[dict[str, int]], workers: GetWorkers, tmp_path: Path
+) -> None:
+    case = Case(steps=8, settings=writes, micro_batch=3)
+    assert_travels(workers, group, case, [(group, replace(case, settings=its)) for its in reads], tmp_path)
+
+
+def placed_by_one_of_several(case: Case) -> None:
+    """A process of several places the same tensor as one alone, if it has all devices."""
+    backend, _ = jobs.open_case(case)
+    with backend:
+        batch = {"input_ids": torch.arange(GLOBAL_BATCH * SEQ_LEN).view(GLOBAL_BATCH, SEQ_LEN)}
+        batch["is_row"] = torch.eye(GLOBAL_BATCH, dtype=torch.int64)
+        alone = backend.place(batch)
+        cast(Any, backend)._tensors._processes = 2
+        for name, tensor in backend.place(batch).items():
+            get = cast(Any, backend)._bridge._get_xla_sharding_spec
+            assert get(tensor) == get(alone[name])
+            assert torch.equal(tensor.cpu(), batch[name])
+
+
+@pytest.mark.xla
 @pytest.mark.proof
-def test_a_checkpoint_opens_at_another_layout_bit_for_bit(workers: GetWorkers, tmp_path: Path) -> None:
-    case = Case("llama", steps=8, settings=TWO)
-    saved_by = workers(Group("native", 4)).run(jobs.write, case=case, folder=str(tmp_path), at=6)
-    saved = assemble([answer["state"] for answer in saved_by])
-    for settings in ({}, {"sharding.tensor": 2}):
-        its = replace(case, settings=settings)
-        answers = workers(Group("native", 4)).run(jobs.read, case=its, folders={"w": str(tmp_path)}, at=6)
-        assert_equal_states(assemble([answer["w"]["state"] for answer in answers]), saved)
-        losses = [metrics["loss"] for metrics in answers[0]["w"]["metrics"]]
-        assert losses == pytest.approx([metrics["loss"] for metrics in saved_by[0]["metrics"]], rel=1e-5)
+def test_a_process_of_several_places_its_rows(workers: GetWorkers) -> None:
+    workers(Group("xla", 4)).run(placed_by_one_of_several, case=Case(settings=TWO))
 
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}

@@ -7,8 +7,9 @@ from typing import Any
 import jobs
 import pytest
 import torch
-from cases import ARCHITECTURES, GLOBAL_BATCH, Case, assemble, assert_equal_states
+from cases import ARCHITECTURES, GLOBAL_BATCH, Case, assemble
 from reference import reference
+from test_engine_checkpoints import assert_travels
 from workers import GetWorkers, Group, JobFailed, Run, marked
 
 # Relative bounds of DESIGN.md's "equal curves"; rounding alone reaches 4e-6 at 40 steps.
@@ -143,15 +144,10 @@ def test_eight_bit_states_travel_and_learn(workers: GetWorkers, tmp_path: Path) 
     """On gloo processes, by bitsandbytes' kernel for CPUs."""
     sizes = ARCHITECTURES["llama"] | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
     case = Case(steps=12, optim={"name": "adamw8bit", "lr": 1e-3}, settings={"model.architecture": sizes})
-    answers = workers(NATIVE).run(jobs.write, case=case, folder=str(tmp_path), at=6)
-    saved = assemble([answer["state"] for answer in answers])
+    readers = [(Group("native", devices), case) for devices in (1, 2)]
+    saved, losses = assert_travels(workers, NATIVE, case, readers, tmp_path, bound=1e-4)
     scales = {key for key in saved if key.startswith("exp_avg_scale/")}
     assert "exp_avg_scale/model.layers.0.mlp.down_proj.weight" in scales
     assert "exp_avg_scale/model.norm.weight" not in scales
-    losses = [row["loss"] for row in answers[0]["metrics"]]
     full = reference(Case(steps=12, optim={"name": "adamw", "lr": 1e-3}, settings=case.settings))
     assert losses == pytest.approx(full.losses[6:], rel=5e-3)
-    for group in (Group("native", 1), Group("native", 2)):
-        [answer, *_] = answers = workers(group).run(jobs.read, case=case, folders={"it": str(tmp_path)}, at=6)
-        assert_equal_states(assemble([answer["it"]["state"] for answer in answers]), saved)
-        assert [row["loss"] for row in answer["it"]["metrics"]] == pytest.approx(losses, rel=1e-4)

@@ -9,6 +9,7 @@ import pytest
 from cases import Case
 from reference import reference
 from test_curves import assert_equal_curves
+from test_engine_checkpoints import assert_travels
 from test_tasks import EXAMPLES, STEPS, plain_run, trained
 from test_tensor import GPT2
 from workers import GetWorkers, Group, marked
@@ -72,11 +73,8 @@ ON_AXES = {
 )
 def test_a_resume_draws_the_same(writer: Group, reader: Group, workers: GetWorkers, tmp_path: Path) -> None:
     case = replace(CASES["gpt2, recomputed"], steps=6)
-    written = workers(writer).run(jobs.write, case=case, folder=str(tmp_path), at=3)
-    for answer in workers(reader).run(jobs.read, case=case, folders={"writer": str(tmp_path)}, at=3):
-        losses = [metrics["loss"] for metrics in answer["writer"]["metrics"]]
-        assert losses == pytest.approx(reference(case).losses[3:], rel=1e-5)
-        assert losses == pytest.approx([metrics["loss"] for metrics in written[0]["metrics"]], rel=1e-5)
+    _, losses = assert_travels(workers, writer, case, [(reader, case)], tmp_path, at=3)
+    assert losses == pytest.approx(reference(case).losses[3:], rel=1e-5)
 
 
 @pytest.mark.parametrize(

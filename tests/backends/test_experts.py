@@ -8,9 +8,10 @@ from unittest.mock import patch
 
 import jobs
 import pytest
-from cases import ARCHITECTURES, SEQ_LEN, VOCABULARY, Case, assemble, assert_equal_states
+from cases import ARCHITECTURES, SEQ_LEN, VOCABULARY, Case
 from reference import reference
 from test_curves import assert_equal_curves
+from test_engine_checkpoints import assert_travels
 from test_routers import LOSS, assert_equal_routers
 from workers import GetWorkers, Group, JobFailed, marked, marked_meshes
 
@@ -111,16 +112,11 @@ def test_a_checkpoint_opens_at_any_layout_bit_for_bit(
 ) -> None:
     """The optimizer state of experts too."""
     case = replace(case_of("qwen3_moe", **{"sharding.expert": size}), steps=8)
-    saved_by = workers(Group(writer, 4)).run(jobs.write, case=case, folder=str(tmp_path), at=6)
-    saved = assemble([answer["state"] for answer in saved_by])
-    for reader, other in (("native", 1), ("xla", 2)):
-        its = case_of("qwen3_moe", **{"sharding.expert": other})
-        answers = workers(Group(reader, 4)).run(
-            jobs.read, case=replace(its, steps=8), folders={"w": str(tmp_path)}, at=6
-        )
-        assert_equal_states(assemble([answer["w"]["state"] for answer in answers]), saved)
-        losses = [metrics["loss"] for metrics in answers[0]["w"]["metrics"]]
-        assert losses == pytest.approx([metrics["loss"] for metrics in saved_by[0]["metrics"]], rel=1e-5)
+    readers = [
+        (Group(reader, 4), replace(case_of("qwen3_moe", **{"sharding.expert": other}), steps=8))
+        for reader, other in (("native", 1), ("xla", 2))
+    ]
+    assert_travels(workers, Group(writer, 4), case, readers, tmp_path)
 
 
 MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -13,10 +13,11 @@ import jobs
 import pytest
 import torch
 from bitsandbytes import functional as bitsandbytes
-from cases import ARCHITECTURES, Case, assemble, assert_equal_states
+from cases import ARCHITECTURES, Case, assemble
 from reference import reference
 from safetensors.torch import load_file
 from test_curves import BF16_20_STEPS, assert_equal_curves
+from test_engine_checkpoints import assert_travels
 from transformers import AutoConfig, AutoModelForCausalLM
 from workers import GetWorkers, Group, JobFailed, marked
 
@@ -121,13 +122,8 @@ def test_a_resume_on_another_engine_trains_on_bit_for_bit_from_the_saved_adapter
     case, _ = cases_of(folders, "llama", "nf4_double", **{"model.lora": {"r": 4, "dropout": 0.1}})
     case = replace(case, steps=6)
     here, there = Group("native", 3), Group("xla", 3)
-    answers = workers(here).run(jobs.write, case=case, folder=str(tmp_path), at=3)
-    saved = assemble([answer["state"] for answer in answers])
+    saved, _ = assert_travels(workers, here, case, [(there, case)], tmp_path, at=3)
     assert not [key for key in saved if key.endswith("proj.base_layer.weight")]
-    [answer] = workers(there).run(jobs.read, case=case, folders={"it": str(tmp_path)}, at=3)
-    assert_equal_states(assemble([answer["it"]["state"]]), saved)
-    losses = [row["loss"] for row in answers[0]["metrics"]]
-    assert [row["loss"] for row in answer["it"]["metrics"]] == pytest.approx(losses, rel=1e-5)
     assert_merges(tmp_path, folders("llama", "nf4_double")[1], saved, 32.0 / 4)
     for scheme, words in (("int8", "quantised by int8"), ("auto", "not quantised")):
         other = replace(case, settings=case.settings | {"precision.frozen": scheme})

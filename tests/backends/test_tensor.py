@@ -12,8 +12,9 @@ import jobs
 import pytest
 import torch
 import torch.distributed as dist
-from cases import ARCHITECTURES, GLOBAL_BATCH, SEQ_LEN, VOCABULARY, Case, assemble, assert_equal_states
+from cases import ARCHITECTURES, GLOBAL_BATCH, SEQ_LEN, VOCABULARY, Case
 from test_curves import assert_equal_curves
+from test_engine_checkpoints import assert_travels
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from workers import GetWorkers, Group, marked
@@ -206,12 +207,7 @@ def test_a_checkpoint_opens_at_any_layout_bit_for_bit(
     """Phi-3's fused weights are pieces in several places."""
     (group, settings), (other, its) = LAYOUTS[writer], LAYOUTS[reader]
     case = Case(model, steps=8, settings=settings, micro_batch=3)
-    saved_by = workers(group).run(jobs.write, case=case, folder=str(tmp_path), at=6)
-    answers = workers(other).run(jobs.read, case=replace(case, settings=its), folders={"w": str(tmp_path)}, at=6)
-    saved = assemble([answer["state"] for answer in saved_by])
-    assert_equal_states(assemble([answer["w"]["state"] for answer in answers]), saved)
-    losses = [metrics["loss"] for metrics in answers[0]["w"]["metrics"]]
-    assert losses == pytest.approx([metrics["loss"] for metrics in saved_by[0]["metrics"]], rel=1e-5)
+    assert_travels(workers, group, case, [(other, replace(case, settings=its))], tmp_path)
 
 
 P = "sharding.plan"
