@@ -31,6 +31,7 @@ from portable_fsdp.backends.contract import Partition
 from portable_fsdp.runtime.command import to_stderr
 from portable_fsdp.runtime.errors import EXIT_FAILED, PortableFSDPError, TrainingError, printable
 from portable_fsdp.runtime.files import parse_json
+from portable_fsdp.runtime.host import begin
 from portable_fsdp.runtime.rendezvous import open_store
 
 if TYPE_CHECKING:
@@ -355,14 +356,12 @@ class Peers:
         beats: dict[int, Heartbeat] = {}
 
         def read_all() -> None:
-            with contextlib.suppress(RuntimeError):
-                for index in range(self._count):
-                    if beat := _parse(self._store.get(_key(index))):
-                        beats[index] = beat
+            for index in range(self._count):
+                if beat := _parse(self._store.get(_key(index))):
+                    beats[index] = beat
 
-        reader = threading.Thread(target=read_all, name="portable_fsdp peers read", daemon=True)
-        reader.start()
-        reader.join(STORE_ANSWER_S)
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            begin(read_all).result(STORE_ANSWER_S)
         return dict(beats)
 
 

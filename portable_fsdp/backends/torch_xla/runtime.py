@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -33,13 +33,14 @@ from portable_fsdp.backends.contract import (
 )
 from portable_fsdp.backends.nested import flatten, tensors_in, tensors_of_modules
 from portable_fsdp.backends.refusals import Deployment, require_supported
-from portable_fsdp.backends.state import tensors_of
+from portable_fsdp.backends.state import tensors_of, zero_optimizer
 from portable_fsdp.backends.torch_xla.options import libtpu_arguments
 from portable_fsdp.backends.torch_xla.program import Compiler
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import count_row_shards, mesh_axes, split_batch
-from portable_fsdp.optim.counting import CountingOptimizer
+from portable_fsdp.optim.counting import CountingOptimizer, MakeOptimizer
 from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.launchers import detect_launch
 
 _COLLECTIVE = re.compile(r"%?(all-gather|all-reduce|reduce-scatter|all-to-all|collective-[a-z]+)\b")
 _LOWERING = Lock()  # devices may be threads
@@ -174,6 +175,30 @@ class PjrtBackend(Backend):
                 if tensor is not None and tensor.device.type == "xla":
                     yield (weight, name), tensor
 
+    def _make_optimizer(
+        self,
+        model: nn.Module,
+        make: MakeOptimizer,
+        groups: list[dict[str, Any]],
+        parameters: Mapping[str, nn.Parameter],
+        zeros_on_device: Callable[[str, Tensor], Tensor],
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer of `model`; `zeros_on_device(fqn, twin)` allocates a state of a parameter."""
+        from torch_xla.core.xla_model import optimization_barrier_
+
+        def zeros(fqn: str, twin: Tensor, _: dict[str, Any]) -> Tensor:
+            # Step counts stay on the host: the program takes the values computed from them.
+            return torch.zeros(twin.shape, dtype=twin.dtype) if twin.is_cpu else zeros_on_device(fqn, twin)
+
+        optimizer = zero_optimizer(make, groups, parameters, zeros, compiled=True)
+        if os.environ["PJRT_DEVICE"] == "CPU" and isinstance(optimizer, CountingOptimizer):
+            # Else XLA on CPUs would compute moments a second time, inside the update of the weights. That would read
+            # the old moments, so each would be copied first. On a TPU one fusion writes all three.
+            optimizer.barrier = cast(Any, optimization_barrier_)
+        self._optimizers[model] = optimizer
+        self._programs.watch(optimizer, parameters)
+        return optimizer
+
     def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[Operation]]]:
         """Write a trace for xprof."""
         import torch_xla.debug.profiler as profiler
@@ -199,6 +224,18 @@ class PjrtBackend(Backend):
         return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_limit"]))
 
 
+def require_one_process(engine: str, device: str) -> None:
+    """Raise BackendError for several processes on CPU, whose PJRT devices can't communicate: each would act as the
+    whole run."""
+    launch = detect_launch(os.environ)
+    if device == "cpu" and launch.world_size > 1:
+        raise BackendError(
+            f"backend {engine} on cpu: expected one process for all devices, but the launcher started "
+            f"{launch.world_size}.\n  Start it without a launcher: "
+            "python -m portable_fsdp.launch --device=cpu --backend=xla --num_devices=N."
+        )
+
+
 def require_devices(engine: str, device: str, num_devices: int | None, count: int, on_cpu: str) -> None:
     """Raise BackendError unless `num_devices` (None: any) is the run's `count`. `on_cpu`: the fix on CPU."""
     if num_devices is not None and num_devices != count:
@@ -206,17 +243,6 @@ def require_devices(engine: str, device: str, num_devices: int | None, count: in
         raise BackendError(
             f"backend {engine} on {device}: expected --num_devices={num_devices} devices, found {count}.\n  {fix}"
         )
-
-
-def keep_moments_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Keep XLA on CPUs from computing an optimizer's moments a second time, inside the update of the weights.
-
-    That would read the old moments, so each would be copied first. On a TPU one fusion writes all three.
-    """
-    from torch_xla.core.xla_model import optimization_barrier_
-
-    if os.environ["PJRT_DEVICE"] == "CPU" and isinstance(optimizer, CountingOptimizer):
-        optimizer.barrier = cast(Any, optimization_barrier_)
 
 
 Keep = Callable[..., AbstractContextManager[None]]

@@ -27,15 +27,14 @@ from portable_fsdp.backends.state import (
     put_parameter,
     state_key,
     tensors_of,
-    zero_optimizer,
 )
 from portable_fsdp.backends.torch_xla.fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.backends.torch_xla.program import Programs
 from portable_fsdp.backends.torch_xla.runtime import (
     PjrtBackend,
-    keep_moments_apart,
     recomputed,
     require_devices,
+    require_one_process,
     set_environment,
 )
 from portable_fsdp.backends.weight_uses import check_statistics
@@ -170,19 +169,17 @@ class XlaFsdp1Backend(PjrtBackend):
     def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         parameters = {name: shard.parameter for name, shard in self._shards.items()}
         groups = self._groups_of_shards(groups)
-        optimizer = zero_optimizer(make, groups, parameters, self._zeros, compiled=True)
-        keep_moments_apart(optimizer)
-        self._optimizers[self._model] = optimizer
-        self._programs.watch(optimizer, parameters)
+        optimizer = self._make_optimizer(
+            self._model,
+            make,
+            groups,
+            parameters,
+            lambda _, twin: self._upload(torch.zeros(twin.shape, dtype=twin.dtype)),
+        )
         if self._accumulation > 1:
             self._prepare_micro_batches([name for group in groups for name in group["params"]])
         self._xla.sync(wait=True)
         return optimizer
-
-    def _zeros(self, _: str, twin: Tensor, __: dict[str, Any]) -> Tensor:
-        zeros = torch.zeros(twin.shape, dtype=twin.dtype)
-        # Step counts stay on the host: the program takes the values computed from them.
-        return zeros if twin.device.type == "cpu" else self._upload(zeros)
 
     def _prepare_micro_batches(self, trained: list[str]) -> None:
         """Keep the micro-batch program the same every time: it adds into existing gradients.
@@ -385,19 +382,13 @@ def _start_process(device: str, runtime: Any) -> None:
 
     Raises BackendError after SPMD, for several processes on CPU, and unless there is one process per chip.
     """
-    launch = detect_launch(os.environ)
+    require_one_process("xla_fsdp1", device)
     if runtime.is_spmd():
         raise BackendError(
             "backend xla_fsdp1: backend xla was opened in this process before, and torch_xla can't leave SPMD.\n"
             "  Open the two in separate processes."
         )
     if device == "cpu":
-        if launch.world_size > 1:
-            raise BackendError(
-                f"backend xla_fsdp1 on cpu: expected one process, but the launcher started {launch.world_size}: PJRT's "
-                "CPU devices can't communicate across processes.\n  Start it without a launcher, with one device; for "
-                "several CPU devices: --backend=xla --num_devices=N."
-            )
         return
     from torch_xla._internal import pjrt, tpu
 
@@ -407,7 +398,7 @@ def _start_process(device: str, runtime: Any) -> None:
             f"backend xla_fsdp1 on tpu: expected one process for each of the {chips} chips of this host, found "
             f"{processes}.\n  Start it without a launcher on every host, or with torchrun --nproc_per_node={chips}."
         )
-    cast(Any, pjrt).initialize_multiprocess(launch.local_rank, processes)
+    cast(Any, pjrt).initialize_multiprocess(detect_launch(os.environ).local_rank, processes)
     if runtime.addressable_device_count() > 1:
         raise BackendError(
             "backend xla_fsdp1 on tpu: expected one device per chip, found "

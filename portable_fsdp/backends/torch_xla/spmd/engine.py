@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from portable_fsdp.attach import refuse_copies, set_expert_groups
 from portable_fsdp.backends import contract
-from portable_fsdp.backends.state import checkpoint_tensors, output_head, parameter_slots, put_parameter, zero_optimizer
+from portable_fsdp.backends.state import checkpoint_tensors, output_head, parameter_slots, put_parameter
 from portable_fsdp.backends.torch_xla.runtime import (
     PjrtBackend,
-    keep_moments_apart,
     recomputed,
     require_devices,
+    require_one_process,
     set_environment,
 )
 from portable_fsdp.backends.torch_xla.spmd.attention import LayerAttention
@@ -75,7 +75,6 @@ from portable_fsdp.layout import (
     state_spec,
 )
 from portable_fsdp.runtime.errors import BackendError
-from portable_fsdp.runtime.launchers import detect_launch
 
 log = logging.getLogger("portable_fsdp")
 
@@ -87,7 +86,7 @@ class XlaBackend(PjrtBackend):
 
     def __init__(self, device: str, config: Config, num_devices: int | None, tensors: Tensors | None = None) -> None:
         """Open the engine. `tensors`: replaces the tensors on devices, for a plan."""
-        _check_launch(device)
+        require_one_process(self.name, device)
         set_environment(device)
         if device == "cpu":  # before torch_xla is imported: the flag, else the environment's number, else 1
             os.environ["CPU_NUM_DEVICES"] = str(num_devices or os.environ.get("CPU_NUM_DEVICES", "1"))
@@ -118,7 +117,8 @@ class XlaBackend(PjrtBackend):
 
             self._peers = join("gloo", self.process, config.run.peer_timeout_s, _meeting(device, self.process))
         if self.process.count > 1 and self.row_shards < count:
-            self.data_shard = _data_shard(cast(DeviceTensors, self._tensors).row_shards(), self.row_shards)
+            own = cast(DeviceTensors, self._tensors).row_shards()
+            self.data_shard = _data_shard(own, self.gather(own), self.row_shards)
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         try:
@@ -225,16 +225,11 @@ class XlaBackend(PjrtBackend):
         model.forward = partial(copies.run_model, list(outside.values()), model.forward)
 
     def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        def zeros(fqn: str, twin: Tensor, _: dict[str, Any]) -> Tensor:
-            if twin.device.type == "cpu":  # step counts: the program takes the values computed from them
-                return torch.zeros(twin.shape, dtype=twin.dtype)
+        def zeros(fqn: str, twin: Tensor) -> Tensor:
             return self._zeros(twin, state_spec(layouts[fqn], parameters[fqn].shape, twin.shape))
 
         parameters, layouts = dict(self._model.named_parameters()), self._layouts[self._model]
-        optimizer = zero_optimizer(make, groups, parameters, zeros, compiled=True)
-        keep_moments_apart(optimizer)
-        self._optimizers[self._model] = optimizer
-        self._programs.watch(optimizer, parameters)
+        optimizer = self._make_optimizer(self._model, make, groups, parameters, zeros)
         if self._accumulation > 1:
             for fqn, parameter in parameters.items():
                 if parameter.requires_grad:
@@ -329,11 +324,9 @@ class XlaBackend(PjrtBackend):
             return None
 
 
-def _data_shard(own: tuple[int, ...], row_shards: int) -> contract.Partition:
-    """Return the rows that this process feeds, from the row shards of its devices: several may feed the same. Raises
-    BackendError if two processes share some only. *collective*"""
-    of_processes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_processes, own)
+def _data_shard(own: tuple[int, ...], of_processes: list[tuple[int, ...]], row_shards: int) -> contract.Partition:
+    """Return the rows that this process feeds, from the row shards of its devices and those of all processes: several
+    may feed the same. Raises BackendError if two processes share some only."""
     different = sorted({*of_processes})
     if sum(map(len, different)) != row_shards:
         raise BackendError(
@@ -351,14 +344,3 @@ def _meeting(device: str, process: contract.Partition) -> dict[str, str]:
     address = os.environ.get("MASTER_ADDR") or (tpu.discover_master_worker_ip() if device == "tpu" else "localhost")
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT") or "12355"}
     return {**os.environ, **meeting, "RANK": str(process.index), "WORLD_SIZE": str(process.count)}
-
-
-def _check_launch(device: str) -> None:
-    """Raise BackendError for several processes on CPU: each would act as the whole run."""
-    launch = detect_launch(os.environ)
-    if device == "cpu" and launch.world_size > 1:
-        raise BackendError(
-            "backend xla on cpu: expected one process for all devices, but the launcher started "
-            f"{launch.world_size}.\n  Start it without a launcher: "
-            "python -m portable_fsdp.launch --device=cpu --backend=xla --num_devices=N."
-        )
