@@ -10,7 +10,6 @@ from cases import Case
 from reference import reference
 from test_curves import assert_equal_curves
 from test_engine_checkpoints import assert_travels
-from test_tasks import EXAMPLES, STEPS, plain_run, trained
 from test_tensor import GPT2
 from workers import GetWorkers, Group, marked
 
@@ -29,28 +28,6 @@ CASES = {
 }
 
 
-OF_SUITE = [("native-2", "gpt2, few steps"), ("xla-3", "gpt2, few steps")]
-ENGINES = [("native", 1), ("native", 2), ("native", 3), ("xla", 1), ("xla", 3), ("xla_fsdp1", 2)]
-
-
-@pytest.mark.parametrize(
-    ("group", "name"),
-    [
-        marked(group := Group(*engine), name, in_suite=(str(group), name) in OF_SUITE)
-        for engine in ENGINES
-        for name in CASES
-    ],
-)
-def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
-    case = CASES[name]
-    if any(workers(group).run(jobs.is_refused, case=case)):  # scan on xla_fsdp1, torch.compile on xla
-        return
-    answers = workers(group).run(jobs.train, case=case)
-    assert_equal_curves(answers, case)
-    for answer in answers:  # keys are inputs of a program: no step compiles another
-        assert answer["compilations"] <= answer["expected_compilations"]  # fewer: an earlier case had these programs
-
-
 STATIC: dict[str, Any] = RATE | {"model.attention": "static"}
 TWO: dict[str, Any] = STATIC | {"sharding.tensor": 2}
 ON_AXES = {
@@ -61,6 +38,29 @@ ON_AXES = {
     "starcoder2, context": Case("starcoder2", settings=STATIC | {"sharding.context": 2}, checkpointing="full"),
     "gemma2, context": Case("gemma2", settings=STATIC | {"sharding.context": 2}),
 }
+
+
+OF_SUITE = [("native-2", "gpt2, few steps"), ("xla-3", "gpt2, few steps")]
+ENGINES = [("native", 1), ("native", 2), ("native", 3), ("xla", 1), ("xla", 3), ("xla_fsdp1", 2)]
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        marked(group := Group(*engine), name, in_suite=(str(group), name) in OF_SUITE)
+        for engines, cases in ((ENGINES, CASES), ([("native", 4), ("xla", 4)], ON_AXES))
+        for engine in engines
+        for name in cases
+    ],
+)
+def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
+    case = (CASES | ON_AXES)[name]
+    if any(workers(group).run(jobs.is_refused, case=case)):  # scan on xla_fsdp1, torch.compile on xla
+        return
+    answers = workers(group).run(jobs.train, case=case)
+    assert_equal_curves(answers, case)
+    for answer in answers:  # keys are inputs of a program: no step compiles another
+        assert answer["compilations"] <= answer["expected_compilations"]  # fewer: an earlier case had these programs
 
 
 @pytest.mark.parametrize(
@@ -92,29 +92,3 @@ def test_adapters_drop_their_inputs(group: Group, checkpointing: str, workers: G
     assert expected != reference(replace(case, settings={"model.lora": {"r": 4}})).losses
     for answer in workers(group).run(jobs.train, case=case):
         assert [metrics["loss"] for metrics in answer["metrics"]] == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("group", "name"),
-    [marked(Group(engine, 4), name, in_suite=False) for engine in ("native", "xla") for name in ON_AXES],
-)
-def test_no_axis_changes_the_curve(group: Group, name: str, workers: GetWorkers) -> None:
-    assert_equal_curves(workers(group).run(jobs.train, case=ON_AXES[name]), ON_AXES[name])
-
-
-@pytest.mark.parametrize(
-    ("group", "name"),
-    [
-        marked(Group(engine, devices), name, in_suite=False)
-        for engine, devices in (("native", 2), ("xla", 3))
-        for name in ("t5", "bert", "vit", "modernbert")
-    ],
-)
-def test_encoders_have_the_curve_of_a_plain_loop(group: Group, name: str, workers: GetWorkers, tmp_path: Path) -> None:
-    settings = (*EXAMPLES[name].settings, "model.dropout=0.1")
-    example = replace(EXAMPLES[name], settings=settings)
-    expected, _, _ = plain_run(example)
-    for answer in trained(workers(group), example, STEPS, tmp_path):
-        assert answer["losses"] == pytest.approx(expected, rel=1e-5)
-        actual, known = answer["compilations"]
-        assert actual == known

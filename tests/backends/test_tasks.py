@@ -216,18 +216,40 @@ def same_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-@pytest.mark.parametrize(
-    ("group", "name"),
-    [marked(group, name, in_suite=name in of_suite) for group, of_suite in IN_SUITE.items() for name in EXAMPLES],
-)
-def test_a_task_has_the_losses_of_a_plain_loop(workers: GetWorkers, group: Group, name: str, tmp_path: Path) -> None:
-    example = EXAMPLES[name]
+UNEVEN = ("train.global_batch=7", "train.micro_batch=2", *WITHOUT_EVALUATION)
+LOSSES = [
+    *(marked(group, name, (), in_suite=name in of_suite) for group, of_suite in IN_SUITE.items() for name in EXAMPLES),
+    # Before the test that resumes such a run in the same processes: its programs are compiled by then.
+    marked(Group("xla", 2), "buckets", ONE_MICRO_BATCH),
+    marked(Group("xla", 2), "buckets", ()),
+    marked(NATIVE, "buckets", (), in_suite=True),
+    *(
+        marked(group, name, UNEVEN, in_suite=group == NATIVE and name in ("scores", "buckets"))
+        for group in (NATIVE, Group("native", 3), XLA)
+        for name in ("scores", "tags", "bert", "vit", "buckets")
+    ),
+    *(
+        marked(group, name, ("model.dropout=0.1",), in_suite=False)
+        for group in (NATIVE, XLA)
+        for name in ("t5", "bert", "vit", "modernbert")
+    ),
+]
+
+
+@pytest.mark.parametrize(("group", "name", "settings"), LOSSES)
+def test_a_task_has_the_losses_of_a_plain_loop(
+    workers: GetWorkers, group: Group, name: str, settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Rows in buckets have those of rows without padding, and rows that fill up a batch change none. Labels are classes
+    or numbers; in `buckets` a step's rows are sorted by size."""
+    example = IN_BUCKETS if name == "buckets" else EXAMPLES[name]
+    example = replace(example, settings=(*example.settings, *settings))
     answers = trained(workers(group), example, STEPS, tmp_path)
     expected, held_out, accuracy = plain_run(example)
     for answer in answers:
         assert answer["losses"] == pytest.approx(expected, rel=1e-5)
         actual, known = answer["compilations"]
-        assert actual == known
+        assert actual <= known if settings == UNEVEN else actual == known  # fewer: another case had the update
         if held_out is not None:
             assert answer["evaluation"].loss == pytest.approx(held_out, rel=2e-5)
         if accuracy is not None:
@@ -235,45 +257,6 @@ def test_a_task_has_the_losses_of_a_plain_loop(workers: GetWorkers, group: Group
         elif answer["evaluation"] is not None:
             metric = "mean_absolute_error" if name == "scores" else "accuracy"
             assert 0 < answer["evaluation"].metrics[metric] <= 1
-
-
-@pytest.mark.parametrize(
-    ("group", "settings", "programs"),
-    [
-        marked(Group("xla", 2), ONE_MICRO_BATCH, 2),
-        marked(Group("xla", 2), (), 2 + 1 + 2),  # micro batches, the update, evaluations
-        marked(NATIVE, (), 0, in_suite=True),
-    ],
-)
-def test_rows_in_buckets_have_the_losses_of_rows_without_padding(
-    workers: GetWorkers, group: Group, settings: tuple[str, ...], programs: int, tmp_path: Path
-) -> None:
-    """Before the test that resumes such a run in the same processes: its programs are compiled by then."""
-    example = replace(IN_BUCKETS, settings=(*IN_BUCKETS.settings, *settings))
-    expected = plain_run(example)[0]
-    for answer in trained(workers(group), example, STEPS, tmp_path):
-        assert answer["losses"] == pytest.approx(expected, rel=1e-5)
-        assert answer["compilations"] == (programs, programs)
-
-
-UNEVEN = ("train.global_batch=7", "train.micro_batch=2", *WITHOUT_EVALUATION)
-
-
-@pytest.mark.parametrize(
-    ("group", "name"),
-    [
-        marked(group, name, in_suite=group == NATIVE and name in ("scores", "buckets"))
-        for group in (NATIVE, Group("native", 3), XLA)
-        for name in ("scores", "tags", "bert", "vit", "buckets")
-    ],
-)
-def test_rows_of_padding_change_no_loss(workers: GetWorkers, group: Group, name: str, tmp_path: Path) -> None:
-    """Labels are classes or numbers; in `buckets` a step's rows are sorted by size."""
-    example = IN_BUCKETS if name == "buckets" else EXAMPLES[name]
-    example = replace(example, settings=(*example.settings, *UNEVEN))
-    expected = plain_run(example)[0]
-    for answer in trained(workers(group), example, STEPS, tmp_path):
-        assert answer["losses"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,14 @@ from workers import GetWorkers, Group, marked
 
 from portable_fsdp.backends.native.groups import Group as TensorGroup
 from portable_fsdp.backends.native.tensor import run_parts, split_model, sum_gradients
+from portable_fsdp.backends.state import parameter_slots, put_parameter
 from portable_fsdp.config.schema import TensorWord
 from portable_fsdp.models.build import build_model
 from portable_fsdp.models.parallel import tensor_plan
 from portable_fsdp.models.plan_trial import require_plan
 from portable_fsdp.models.weights import BuiltModel
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.tensor_plan import WORDS, TensorPlan, split_ranges
+from portable_fsdp.tensor_plan import WORDS
 
 GPT2 = {"*.attn.c_attn": "packed_colwise", "*.c_proj": "rowwise", "*.mlp.c_fc": "colwise"}
 
@@ -47,21 +48,11 @@ def values_of(made: BuiltModel) -> dict[str, Tensor]:
     return values  # of biases and adapters too, which are 0 at first
 
 
-def part_of(fqn: str, value: Tensor, plan: TensorPlan, index: int) -> Tensor:
-    if (part := plan.parts.get(fqn)) is None:
-        return value
-    ranges = split_ranges(part.sizes, index, plan.size)
-    return torch.cat([value.narrow(part.dim, at.start, at.stop - at.start) for at in ranges], part.dim)
-
-
 def materialise(model: nn.Module, values: dict[str, Tensor]) -> nn.Module:
-    for fqn, weight in [*model.named_parameters()]:
+    for fqn, slots in parameter_slots(model).items():
+        weight = model.get_parameter(fqn)
         assert values[fqn].shape == weight.shape, fqn
-        own = nn.Parameter(values[fqn].clone(), requires_grad=weight.requires_grad)
-        for module in model.modules():
-            for name, other in module._parameters.items():
-                if other is weight:
-                    module._parameters[name] = own
+        put_parameter(slots, values[fqn].clone(), weight.requires_grad)
     return model
 
 
@@ -83,14 +74,14 @@ def compare_with_the_whole(model: str, settings: dict[str, Any], rows: bool) -> 
     made, config = built(model, **settings, **settings_of(group.count, rows))
     plan = tensor_plan(made.model, config)
     split_model(made.model, plan, group)
-    parts = materialise(made.model, {fqn: part_of(fqn, v, plan, group.index) for fqn, v in values.items()})
+    parts = materialise(made.model, {fqn: plan.part_of(fqn, v, group.index) for fqn, v in values.items()})
     own_loss, gradients = gradients_of(parts, ids)
     sum_gradients(made.model, plan, group)
     assert own_loss == pytest.approx(loss, rel=2e-6)
     assert gradients.keys() == expected.keys()
     for fqn, gradient in gradients.items():
         atol = 2e-5 * float(expected[fqn].abs().max())
-        of_all = part_of(fqn, expected[fqn], plan, group.index)
+        of_all = plan.part_of(fqn, expected[fqn], group.index)
         torch.testing.assert_close(gradient, of_all, rtol=1e-4, atol=atol, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
 
 
