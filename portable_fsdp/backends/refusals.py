@@ -72,20 +72,20 @@ def refused(head: str, reason: str, *fixes: str, when: When | None = None) -> tu
     """
     options = list(takewhile(lambda word: word.partition("=")[0] in option_names(), head.split()))
     case = head.split(" ", len(options))[-1]
-    return tuple(_refused(option, case, reason, fixes, when) for option in options)
 
+    def rule(option: str) -> Rule:
+        option, _, words = option.partition("=")
+        default = default_of(option)
 
-def _refused(option: str, case: str, reason: str, fixes: tuple[str, ...], when: When | None) -> Rule:
-    option, _, words = option.partition("=")
-    default = default_of(option)
+        def is_refused(config: Config, place: Deployment) -> bool:
+            value = value_of(config, option)
+            is_other = value in words.split("|") if words else value != default
+            return is_other and (when is None or when(config, place))
 
-    def is_refused(config: Config, place: Deployment) -> bool:
-        value = value_of(config, option)
-        is_other = value in words.split("|") if words else value != default
-        return is_other and (when is None or when(config, place))
+        all_fixes = (f"{option}={yaml_value(default)}", *fixes)
+        return Rule(f"{option} {case}", reason, is_refused, all_fixes, takes_default_alone=not words and when is None)
 
-    all_fixes = (f"{option}={yaml_value(default)}", *fixes)
-    return Rule(f"{option} {case}", reason, is_refused, all_fixes, takes_default_alone=not words and when is None)
+    return tuple(map(rule, options))
 
 
 def refused_each(case: str, reasons: Mapping[str, str], *fixes: str, when: When | None = None) -> tuple[Rule, ...]:

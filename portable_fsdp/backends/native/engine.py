@@ -33,7 +33,6 @@ from portable_fsdp.backends.native.settings import compile_cache, process_settin
 from portable_fsdp.backends.native.units import (
     COLLECTIVES,
     ComputeTime,
-    fsdp_units,
     local_part,
     materialise,
     move_buffers,
@@ -87,7 +86,7 @@ class _Sharded:
     reduce: torch.dtype  # of sums of gradients
     plan: "TensorPlan | None"  # of the axis `tensor`
     prefetch: "Prefetch | None" = None
-    units: list[FSDPModule] = field(default_factory=lambda: [])
+    units: list[FSDPModule] = field(default_factory=lambda: [])  # the root first
 
 
 class NativeBackend(contract.Backend):
@@ -246,7 +245,7 @@ class NativeBackend(contract.Backend):
             if "expert" in self.axes:
                 meshes = meshes[0], self._fsdp_mesh([axis for axis in self._fsdp_axes if axis != "expert"])
             record.prefetch = Prefetch(shard_units(model, policy, *meshes, self.device), policy)
-            record.units = fsdp_units(model)
+            record.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
             model.register_forward_hook(self._reshard_if_alone)
             refuse_copies(cast(list[nn.Module], record.units))
             if policy.tables:

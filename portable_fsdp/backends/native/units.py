@@ -340,11 +340,6 @@ def _require_sharded(model: nn.Module, shared: Mapping[nn.Parameter, list[str]])
             )
 
 
-def fsdp_units(root: nn.Module) -> list[FSDPModule]:
-    """Return the FSDP2 modules of a sharded model, the root first."""
-    return [module for module in root.modules() if isinstance(module, FSDPModule)]
-
-
 def reshard_all(units: Iterable[FSDPModule]) -> None:
     """Reshard all units after a forward without backward, as backward would."""
     for unit in units:
