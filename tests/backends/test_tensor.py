@@ -247,22 +247,24 @@ CODEGEN: dict[str, Any] = {
     "rotary_dim": 8,
 }
 NEOX_WORDS = {"*.attention.dense": "rowwise", "*.dense_h_to_4h": "colwise", "*.dense_4h_to_h": "rowwise"}
-BY_HEADS: dict[str, tuple[str | dict[str, Any], str, dict[str, str]]] = {  # q, k and v alternate
-    "gpt_neox": ("gpt_neox", "*.query_key_value", NEOX_WORDS),
+BY_HEADS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {  # q, k and v alternate
+    "gpt_neox": (ARCHITECTURES["gpt_neox"], "*.query_key_value", NEOX_WORDS),
     "codegen": (CODEGEN, "*.qkv_proj", {"*.out_proj": "rowwise", "*.fc_in": "colwise", "*.fc_out": "rowwise"}),
 }
 
 
+def try_plan(architecture: dict[str, Any], words: dict[str, str]) -> None:
+    """Raises ConfigError for a plan by which a small copy of the model can't run in parts, or computes otherwise."""
+    made, config = built("llama", **{"sharding.tensor": 2, "model.architecture": architecture, P: words})
+    require_plan(made.model, config, tensor_plan(made.model, config), run_parts)
+
+
 @pytest.mark.parametrize("name", BY_HEADS)
 def test_words_that_fit_by_sizes_alone_are_refused(name: str) -> None:
-    model, weight, words = BY_HEADS[name]
-    architecture = ARCHITECTURES[model] if isinstance(model, str) else model
-    settings = {"sharding.tensor": 2, "model.architecture": architecture}
-    made, config = built("llama", **settings, **{P: words | {weight: "packed_colwise"}})
+    architecture, weight, words = BY_HEADS[name]
     with pytest.raises(ConfigError, match="where they alternate head by head, try colwise"):
-        require_plan(made.model, config, tensor_plan(made.model, config), run_parts)
-    config = built("llama", **settings, **{P: words | {weight: "colwise"}})[1]
-    require_plan(made.model, config, tensor_plan(made.model, config), run_parts)
+        try_plan(architecture, words | {weight: "packed_colwise"})
+    try_plan(architecture, words | {weight: "colwise"})
 
 
 @pytest.mark.parametrize("layer", [0, 5])
@@ -270,24 +272,16 @@ def test_words_of_one_layer_are_tried(layer: int) -> None:
     """The trial's copy has four layers."""
     six = ARCHITECTURES["gpt_neox"] | {"num_hidden_layers": 6}
     words = NEOX_WORDS | {"*.query_key_value": "colwise"}
-
-    def tried(own: dict[str, str]) -> None:
-        settings = {"sharding.tensor": 2, "model.architecture": six, P: own | words}
-        made, config = built("llama", **settings)
-        require_plan(made.model, config, tensor_plan(made.model, config), run_parts)
-
-    tried({f"gpt_neox.layers.{layer}.*": "replicated"})
+    try_plan(six, {f"gpt_neox.layers.{layer}.*": "replicated"} | words)
     with pytest.raises(ConfigError, match="computes something else"):
-        tried({f"gpt_neox.layers.{layer}.attention.query_key_value": "packed_colwise"})
+        try_plan(six, {f"gpt_neox.layers.{layer}.attention.query_key_value": "packed_colwise"} | words)
 
 
 def test_what_a_model_cannot_run_in_parts_is_refused() -> None:
     """Bloom makes a bias of all heads outside attention."""
     bloom = {"model_type": "bloom", "vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-    words = {"*.query_key_value": "colwise", "*.self_attention.dense": "rowwise"}
-    made, config = built("llama", **{"sharding.tensor": 2, "model.architecture": bloom, P: words})
     with pytest.raises(ConfigError, match="it fails \\(RuntimeError"):
-        require_plan(made.model, config, tensor_plan(made.model, config), run_parts)
+        try_plan(bloom, {"*.query_key_value": "colwise", "*.self_attention.dense": "rowwise"})
 
 
 def test_the_words_of_transformers_are_known() -> None:
