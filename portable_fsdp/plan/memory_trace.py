@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.native.engine import COLLECTIVES, collective_of
-from portable_fsdp.backends.native.unsharded import CASTS, SUMS
+from portable_fsdp.backends.native.groups import SUMS
+from portable_fsdp.backends.native.unsharded import CASTS
 from portable_fsdp.backends.state import dtype_name
 from portable_fsdp.plan.device_rules import CUBLAS_WORKSPACE_BYTES, matrix_products, tiled_bytes, workspace_bytes
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from workers import GetWorkers, Group, Run
 
 from portable_fsdp.backends.contract import ShardPolicy, Traffic
-from portable_fsdp.backends.native import unsharded
+from portable_fsdp.backends.native import groups
 from portable_fsdp.backends.native.units import local_part
 from portable_fsdp.config.load import make_config
 from portable_fsdp.layout import weight_spec
@@ -220,7 +220,7 @@ class Branches(nn.Module):
 def gradients_of_branches() -> None:
     """Each replica's rows take another branch: all get the sums, and no gradient of what none uses."""
     config = make_config(sharding={"strategy": "NO_SHARD"})
-    with patch.object(unsharded, "BUCKET_BYTES", 300), jobs.open_group(config) as backend:
+    with patch.object(groups, "BUCKET_BYTES", 300), jobs.open_group(config) as backend:
         model: Any = shard(Branches, config, backend)[0]
         plain = Branches()
         plain.load_state_dict(model.state_dict())

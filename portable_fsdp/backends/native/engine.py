@@ -40,7 +40,7 @@ from portable_fsdp.backends.native.units import (
     shard_units,
     use_float8,
 )
-from portable_fsdp.backends.native.unsharded import GradientSums, dequantise_experts, use_in_place, view_tables
+from portable_fsdp.backends.native.unsharded import dequantise_experts, use_in_place, view_tables
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.backends.state import checkpoint_tensors, persistent_buffers, zero_optimizer
 from portable_fsdp.backends.weight_uses import check_statistics
@@ -66,7 +66,7 @@ from portable_fsdp.runtime.host import prefer_expandable_segments
 from portable_fsdp.runtime.launchers import Launch, detect_launch
 
 if TYPE_CHECKING:
-    from portable_fsdp.backends.native.groups import Group
+    from portable_fsdp.backends.native.groups import GradientSums, Group
     from portable_fsdp.backends.native.offload import ActivationOffload
     from portable_fsdp.backends.native.prefetch import Prefetch
     from portable_fsdp.backends.native.torchtpu import TpuPrograms
@@ -344,7 +344,7 @@ class NativeBackend(contract.Backend):
 
                 sum_gradients(model, plan, self._along("tensor"))
 
-    def _gradient_sums(self, models: list[nn.Module]) -> GradientSums | None:
+    def _gradient_sums(self, models: list[nn.Module]) -> "GradientSums | None":
         """The all-reduce of gradients that FSDP2 doesn't reduce, rebuilt when the set of trainable weights changes;
         None: no trainable weight is replicated."""
         weights = (p for model in models for p in model.parameters())
@@ -354,6 +354,8 @@ class NativeBackend(contract.Backend):
         key = tuple(map(id, models))
         sums = self._sums.get(key)
         if sums is None or [*map(id, trained)] != [*map(id, sums.parameters)]:
+            from portable_fsdp.backends.native.groups import GradientSums
+
             if sums:
                 sums.close()
             reduce = self._models[models[0]].reduce

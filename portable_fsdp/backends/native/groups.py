@@ -1,5 +1,5 @@
 """The processes along an axis of the mesh, their collectives, and autograd functions of these; then the axes `context`
-and `expert`, which need little more (`tensor` has a file).
+and `expert`, which need little more (`tensor` has a file), and the sums over replicas of weights that aren't sharded.
 
 Along `context` processes get the same rows, and hold a part of their tokens. Attention gathers the keys and values of
 whole rows, once a layer; its backward sums their gradients and scatters them. All other layers work on a token alone,
@@ -7,12 +7,17 @@ and positions are those of whole rows. Along `expert` each process holds a part 
 `models/experts.py` has the algorithm, which reads nothing on the host; this file has its all-to-all.
 """
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.profiler import record_function
+from torch.utils.hooks import RemovableHandle
 
 from portable_fsdp.attach import set_expert_groups
 from portable_fsdp.backends.contract import Batch, ShardPolicy
@@ -166,3 +171,101 @@ def distribute_experts(model: nn.Module, policy: ShardPolicy, group: Group, shar
     assert policy.process_experts is not None
     groups = policy.process_experts(group.count, policy.expert_capacity, partial(exchange, group))
     set_expert_groups(model, policy.experts, groups)
+
+
+# ----------------------------------------------------------------------------------------------------------- replicas
+
+# The bucket_cap_mb of torch's DistributedDataParallel: large enough for a link, small enough to start early.
+BUCKET_BYTES = 25 * 2**20
+SUMS = "portable_fsdp::sum_gradients"
+"""A section of a profile, which the planner recognizes."""
+
+
+class GradientSums:
+    """Sums the gradients of replicas during backward, in buckets that have the same order on all replicas.
+
+    A replica adds zeros for a weight that its rows don't use; a weight that no replica uses gets no gradient.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        self.parameters, self._group, self._dtype = parameters, group, dtype
+        self._buckets: list[list[nn.Parameter]] = []
+        self._missing: list[set[nn.Parameter]] = []  # parameters of each bucket without a gradient yet
+        self._under_way: list[Callable[[], None]] = []  # each waits for the sum of a bucket
+        self._started: int | None = None  # number of buckets; None: outside the last micro batch
+        self._hooks: list[RemovableHandle] = []
+        size = BUCKET_BYTES
+        for parameter in reversed(parameters):  # backward reaches roughly the last weights first
+            if size >= BUCKET_BYTES:
+                self._buckets.append([])
+                size = 0
+            self._buckets[-1].append(parameter)
+            size += parameter.numel() * dtype.itemsize
+            note = partial(self._note, len(self._buckets) - 1)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def summing(self) -> Generator[None]:
+        """Context of the last micro batch; on exit the gradients are the sums."""
+        self._missing, self._started = [set(bucket) for bucket in self._buckets], 0
+        try:
+            yield
+            while self._started < len(self._buckets):
+                self._start_next()
+            for finish in self._under_way:
+                finish()
+        finally:
+            self._started = None
+            self._under_way.clear()
+
+    def _note(self, bucket: int, parameter: Tensor) -> None:
+        if self._started is None:
+            return
+        if parameter not in self._missing[bucket]:
+            raise BackendError(
+                "backend native: a weight got a second gradient in the last micro batch, in which replicas sum "
+                "gradients in one backward.\n  Add up the losses, or run earlier backwards under accumulate(False)."
+            )
+        self._missing[bucket].remove(cast(nn.Parameter, parameter))
+        while self._started < len(self._buckets) and not self._missing[self._started]:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        assert self._started is not None
+        bucket = self._buckets[self._started]
+        self._started += 1
+        unused = [number for number, parameter in enumerate(bucket) if parameter.grad is None]
+        with record_function(SUMS):
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            users = gradients[0].new_ones(len(bucket), dtype=self._dtype)  # once summed: replicas with a gradient
+            for number in unused:
+                users[number].zero_()
+            flat = torch.cat([*(gradient.flatten().to(self._dtype) for gradient in gradients), users])
+            for parameter, part in zip(bucket, _parts(flat, bucket), strict=True):
+                # This frees the old gradient's memory; in another dtype the new one is created when the sum is there.
+                parameter.grad = part if part.dtype == parameter.dtype else None
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+        self._under_way.append(partial(self._finish, work, flat, bucket, unused))
+
+    def _finish(self, work: Any, flat: Tensor, bucket: list[nn.Parameter], unused: list[int]) -> None:
+        """Wait for `flat`: a bucket's summed gradients, then the number of replicas that have each. `unused`: those
+        that this replica doesn't have."""
+        work.wait()
+        for parameter, part in zip(bucket, _parts(flat, bucket), strict=True):
+            parameter.grad = part.to(parameter.dtype)
+        if unused:  # the host waits for the device; in a plan values are unknown, and replicas are alike
+            users = [0.0] * len(bucket) if isinstance(flat, FakeTensor) else flat[-len(bucket) :].tolist()
+            for number in unused:
+                if not users[number]:
+                    bucket[number].grad = None
+
+
+def _parts(flat: Tensor, bucket: list[nn.Parameter]) -> list[Tensor]:
+    """Return views of `flat` with the shapes of the parameters."""
+    sizes = [parameter.numel() for parameter in bucket]
+    parts = flat[: sum(sizes)].split(sizes)
+    return [part.view_as(parameter) for part, parameter in zip(parts, bucket, strict=True)]
