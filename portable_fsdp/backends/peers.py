@@ -286,7 +286,7 @@ class Peers:
     def _note_limits(self) -> None:
         """Give this process the time that the one furthest behind has: process 0 may be in a callback for minutes."""
         if self._watchdog and self._index == 0:
-            beats = self._beats()
+            beats = {0: self._own()} | {index: peer.beat for index, peer in self._peers.items() if peer.beat}
             self._waits_s = max(beat.limit_s for beat in _behind(beats).values())
             self._watchdog.note(furthest_behind(beats), self._waits_s)
         elif self._watchdog and (beat := self._peers[0].beat):
@@ -343,10 +343,6 @@ class Peers:
             if unread := ", ".join(str(index) for index, peer in self._peers.items() if peer.unreadable):
                 message += f" (can't read the heartbeat of process {unread}: another version of portable_fsdp?)"
             self._warn(message)
-
-    def _beats(self) -> dict[int, Heartbeat]:
-        """The last heartbeats that process 0 has read, and its own."""
-        return {0: self._own()} | {index: peer.beat for index, peer in self._peers.items() if peer.beat}
 
     def _warn(self, message: str) -> None:
         to_stderr(printable(message))  # it quotes text that others wrote to the store

@@ -32,7 +32,6 @@ IN_SUITE: dict[str, tuple[Group, Case]] = {
     "frozen, recomputed": (TWO, Case(settings=FROZEN, checkpointing="full", micro_batch=3)),
 }
 PROOFS: dict[str, tuple[Group, Case]] = {
-    "accumulated": (TWO, Case(micro_batch=2)),
     "four devices": (FOUR, Case("llama_tied")),
     "cut flat": (TWO, Case(settings={"xla_fsdp1.shard_param_on_dim_0": False}, strategy="SHARD_GRAD_OP")),
     "bfloat16": (TWO, Case(compute="bfloat16", reduce="float32", checkpointing="full")),
