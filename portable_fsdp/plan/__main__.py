@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from portable_fsdp.config.describe import Settings, autos, with_value
 from portable_fsdp.config.schema import Config
@@ -16,7 +17,7 @@ from portable_fsdp.plan import planner, result, search
 from portable_fsdp.plan.result import Plan, Tried
 from portable_fsdp.plan.search import PlanOf
 from portable_fsdp.plan.target import Target, parse_target, with_memory
-from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
+from portable_fsdp.plan.time import compare
 from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import (
@@ -24,7 +25,6 @@ from portable_fsdp.runtime.errors import (
     EXIT_INTERRUPTED,
     EXIT_USAGE,
     ConfigError,
-    PortableFSDPError,
     UsageError,
 )
 from portable_fsdp.runtime.signals import end_with_parent, exit_on_signals
@@ -79,63 +79,56 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
     def plan_of(settings: Settings) -> Plan:
         return planner.make_plan(config_of(settings), target, worker, to_stderr, backend=options.backend)
 
-    config = config_of({})
+    def best(settings: Settings) -> Tried:
+        """Plan a point of the grid, with the values that `auto` takes there."""
+        found = search.fastest_that_fits(
+            config_of(settings), target, lambda more: plan_of(settings | more), worker, to_stderr
+        )
+        return Tried(settings=settings | found.settings, plan=found.plan)
+
     if not options.over:
-        return _one(options, config, target, plan_of, worker)
+        return _one(options, config_of({}), target, best, plan_of)
     points = search.grid(_axes(options.over))
     for settings in points:
         config_of(settings)  # raises for an unknown key before the first plan
-
-    def attempt(settings: Settings) -> Tried:
-        try:
-            if not autos(config := config_of(settings)):
-                return Tried(settings=settings, plan=plan_of(settings))
-            best = search.fastest_that_fits(config, target, lambda more: plan_of(settings | more), worker, to_stderr)
-            return Tried(settings=settings | best.settings, plan=best.plan)
-        except PortableFSDPError as error:
-            return Tried(settings=settings, refusal=str(error))
-
-    return _sweep(points, attempt, as_json=options.json)
+    return _sweep(points, best, as_json=options.json)
 
 
-def _one(options: argparse.Namespace, config: Config, target: Target, plan_of: PlanOf, worker: Worker) -> int:
-    tokens = None if config.data.factory else config.train.global_batch * config.data.seq_len  # None: from the plan
-    measured = _measured(options.compare, tokens) if options.compare and tokens else None
-    best = Tried(settings={})
-    if is_search := bool(autos(config)):
-        best = search.fastest_that_fits(config, target, plan_of, worker, to_stderr)
-    plan = best.plan or plan_of({})
-    if options.compare:
-        measured = measured or _measured(options.compare, plan.tokens_per_step)
-    comparison = None if measured is None else compare(measured, plan.tokens_per_step)
+def _one(
+    options: argparse.Namespace, config: Config, target: Target, best: Callable[[Settings], Tried], plan_of: PlanOf
+) -> int:
+    rows = _rows(Path(options.compare)) if options.compare else []
+    tried, is_search = best({}), bool(autos(config))
+    plan, is_chosen = cast(Plan, tried.plan), is_search and tried.fits
+    comparison = compare(rows, plan.tokens_per_step) if options.compare else None
     if not options.json:
-        to_stdout(f"auto chooses {best.words}\n\n{result.text(plan)}" if best.fits else result.text(plan))
+        to_stdout(f"auto chooses {tried.words}\n\n{result.text(plan)}" if is_chosen else result.text(plan))
     measures: list[Tried] = []
     if plan.memory.verdict == "does not fit" and not plan.memory.is_least:  # a lower bound can't show that a plan fits
         planned = config
         for key in ("train.micro_batch", "memory.gradient_checkpointing"):
             planned = with_value(planned, key, plan.settings[key])
         offload = target.hardware.kind == "cuda"
-        measures = list(search.nearest_that_fits(planned, lambda more: plan_of(best.settings | more), offload=offload))
+        measures = list(search.nearest_that_fits(planned, lambda more: plan_of(tried.settings | more), offload=offload))
     if options.json:
         rest = {
-            "measures": [tried.model_dump(mode="json") for tried in measures],
+            "measures": [measure.model_dump(mode="json") for measure in measures],
             "measured": None if comparison is None else comparison.model_dump(mode="json"),
-            "chosen": best.settings if best.fits else None,
+            "chosen": tried.settings if is_chosen else None,
         }
         to_stdout(json.dumps(plan.model_dump(mode="json") | rest))
     elif comparison is not None:
         to_stdout(result.comparison_text(plan, comparison))
     if measures:
         (to_stderr if options.json else to_stdout)(result.measures_text(measures))
-    return EXIT_USAGE if is_search and not best.fits else EXIT_FINISHED
+    return EXIT_USAGE if is_search and not tried.fits else EXIT_FINISHED
 
 
-def _sweep(points: list[Settings], attempt: Callable[[Settings], Tried], *, as_json: bool) -> int:
+def _sweep(points: list[Settings], best: Callable[[Settings], Tried], *, as_json: bool) -> int:
     left_out, results = list(points), list[Tried]()
     is_complete = True
     try:
-        for settings, tried in search.sweep(points, attempt):
+        for settings, tried in search.sweep(points, best):
             left_out.remove(settings)
             results.append(tried)
             to_stderr(f"{len(results)} of at most {len(points)}: {tried.line}")
@@ -178,12 +171,12 @@ def _axes(texts: Sequence[str]) -> dict[str, list[str]]:
     return axes
 
 
-def _measured(name: str, tokens: int) -> list[MeasuredStep]:
-    folder = Path(name)
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    """Read the rows of a run's metrics.jsonl."""
     if not (folder / "metrics.jsonl").is_file():
         raise UsageError(f"--compare={folder}: no metrics.jsonl in this folder; name a run's folder.")
     try:
-        return measured_steps(read_jsonl(folder / "metrics.jsonl", folder), tokens)
+        return read_jsonl(folder / "metrics.jsonl", folder)
     except OSError as error:
         raise UsageError(f"--compare={folder}: metrics.jsonl can't be read: {error.strerror}.") from None
 

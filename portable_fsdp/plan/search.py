@@ -36,15 +36,16 @@ def grid(axes: Mapping[str, Sequence[str]]) -> list[Settings]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def sweep(points: Iterable[Settings], attempt: Callable[[Settings], Tried]) -> Iterator[tuple[Settings, Tried]]:
-    """Plan points in order; yield each with its plan. If a `train.micro_batch` doesn't fit, skip larger ones."""
+def sweep(points: Iterable[Settings], best: Callable[[Settings], Tried]) -> Iterator[tuple[Settings, Tried]]:
+    """Plan points in order; yield each with its plan, or the reason why `best` refuses it. If a `train.micro_batch`
+    doesn't fit, skip larger ones."""
     too_many: dict[tuple[tuple[str, str], ...], int] = {}  # settings but for the micro batch -> rows that don't fit
     for settings in points:
         rows = settings.get("train.micro_batch", "")
         others = tuple(item for item in settings.items() if item[0] != "train.micro_batch")
         if rows.isdecimal() and int(rows) >= too_many.get(others, int(rows) + 1):
             continue
-        tried = attempt(settings)
+        tried = _try(settings, best)
         if tried.plan is not None and tried.plan.memory.verdict == "does not fit" and rows.isdecimal():
             too_many[others] = int(rows)
         yield settings, tried
@@ -87,6 +88,8 @@ def fastest_that_fits(
     `progress`. Raises ConfigError for a global batch that needs padding and can't have it, BackendError for a plan
     without a verdict, and what planning the result raises.
     """
+    if not autos(config):
+        return Tried(settings={}, plan=plan_of({}))
     if COMPILE not in autos(config):
         return _fastest(config, {}, target, plan_of, progress, [])
     keys = ["compile.backend", "compile.cache_dir"][: 2 if target.hardware.kind == "cuda" else 1]  # TPUs cache all
@@ -171,8 +174,10 @@ def _seconds(tried: Tried) -> float:
     return tried.plan.expected.seconds if tried.plan is not None and tried.plan.expected else 0.0
 
 
-def _try(settings: Settings, plan_of: PlanOf) -> Tried:
+def _try(settings: Settings, made: Callable[[Settings], Plan | Tried]) -> Tried:
+    """Return what was `made` of the settings, or the reason for their refusal."""
     try:
-        return Tried(settings=settings, plan=plan_of(settings))
+        plan = made(settings)
     except PortableFSDPError as error:
         return Tried(settings=settings, refusal=str(error))
+    return plan if isinstance(plan, Tried) else Tried(settings=settings, plan=plan)

@@ -172,7 +172,7 @@ def rates_of(target: Target) -> Rates | None:
 # ------------------------------------------------------------------------------------------------------ comparison
 
 
-class MeasuredStep(BaseModel):
+class _Row(BaseModel):
     """The part of a row of metrics.jsonl that a comparison needs."""
 
     seconds: float = Field(gt=0, allow_inf_nan=False, strict=True)
@@ -180,30 +180,23 @@ class MeasuredStep(BaseModel):
     mfu: float | None = Field(default=None, allow_inf_nan=False, strict=True)
 
 
-def measured_steps(rows: Sequence[Mapping[str, Any]], tokens_per_step: int) -> list[MeasuredStep]:
-    """Validate the rows of a run's metrics.jsonl, as read by `observe.run_files.read_jsonl`.
+def compare(rows: Sequence[Mapping[str, Any]], tokens_per_step: int) -> Comparison:
+    """Return the figures of a run's median step, to compare with its plan; `rows` of its metrics.jsonl, as read by
+    `observe.run_files.read_jsonl`.
 
-    Raises UsageError for no rows, for invalid rows, and for a run with another number of tokens per step.
+    Leaves out the first steps, which compile and warm up: WARM_UP_STEPS, or all but the last. Raises UsageError for no
+    rows, for invalid rows, and for a run with another number of tokens per step.
     """
     try:
-        steps = TypeAdapter(list[MeasuredStep]).validate_python(rows)
-        batches = {step.tokens for step in steps}
-        actual = ", ".join(map(str, sorted(batches))) or "0 rows"
+        steps = TypeAdapter(list[_Row]).validate_python(rows)
+        actual = ", ".join(map(str, sorted({step.tokens for step in steps}))) or "0 rows"
     except ValidationError:
-        steps, batches, actual = [], set[int](), f"{len(rows)} rows, some of them invalid"
-    if batches != {tokens_per_step}:
+        steps, actual = [], f"{len(rows)} rows, some of them invalid"
+    if {step.tokens for step in steps} != {tokens_per_step}:
         raise UsageError(
             f"--compare: expected a run with {tokens_per_step:,} tokens per step, as planned, found {actual}.\n"
             "  Name the folder of a run that has finished steps, and plan with its own config.yaml."
         )
-    return steps
-
-
-def compare(steps: Sequence[MeasuredStep], tokens_per_step: int) -> Comparison:
-    """Return the figures of a run's median step, to compare with its plan.
-
-    Leaves out the first steps, which compile and warm up: WARM_UP_STEPS, or all but the last.
-    """
     measured = steps[min(WARM_UP_STEPS, len(steps) - 1) :]
     seconds = statistics.median(step.seconds for step in measured)
     shares = [step.mfu for step in measured if step.mfu is not None]

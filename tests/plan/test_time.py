@@ -13,11 +13,9 @@ from portable_fsdp.plan.target import parse_target
 from portable_fsdp.plan.time import (
     GPU_KERNEL_S,
     Compute,
-    MeasuredStep,
     Rates,
     compare,
     expected_time,
-    measured_steps,
     over_links,
     rates_of,
 )
@@ -66,16 +64,13 @@ def test_an_all_to_all_sends_a_piece_to_each_device(
 # ------------------------------------------------------------------------------------------------------- comparison
 
 
-def steps_of(times: list[float], mfu: float | None = 0.4) -> list[MeasuredStep]:
-    return measured_steps([{"seconds": seconds, "tokens": 131_072, "mfu": mfu} for seconds in times], 131_072)
-
-
 def test_a_run_is_compared_by_its_median_without_the_first_steps() -> None:
-    comparison = compare(steps_of([90.0, 9.0, 9.0, 9.0, 9.0, 2.0, 30.0, 2.5]), 131_072)
-    assert (comparison.steps, comparison.seconds, comparison.mfu) == (3, 2.5, 0.4)
-    assert comparison.tokens_per_second == pytest.approx(131_072 / 2.5)
-    short = compare(steps_of([9.0, 2.0], mfu=None), 131_072)
-    assert (short.steps, short.seconds, short.tokens_per_second, short.mfu) == (1, 2.0, 65_536.0, None)
+    for times, mfu, expected in (
+        ([90.0, 9.0, 9.0, 9.0, 9.0, 2.0, 30.0, 2.5], 0.4, (3, 2.5, 131_072 / 2.5, 0.4)),
+        ([9.0, 2.0], None, (1, 2.0, 65_536.0, None)),
+    ):
+        rows = [{"seconds": seconds, "tokens": 131_072, "mfu": mfu} for seconds in times]
+        assert tuple(compare(rows, 131_072).model_dump().values()) == expected
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
@@ -84,7 +79,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
     others = [([row | change], "found 1 rows, some of them invalid") for change in wrong]
     for rows, message in [([], "found 0 rows"), ([row | {"tokens": 64}], "as planned, found 64"), *others]:
         with pytest.raises(UsageError, match=message):
-            measured_steps(rows, 131_072)
+            compare(rows, 131_072)
 
 
 # --------------------------------------------------------------------------------------------- expected times of GPUs
