@@ -83,14 +83,9 @@ def main() -> None:
 def measured(engine: str, settings: Settings) -> float:
     """Median processor time of a step of process 0, as `tune` measures it."""
     config = with_settings(load_config(CONFIG), {"checkpoint.resume": "none", **settings})
-    with tempfile.TemporaryDirectory() as folder:
-        task = PlaceTask(
-            place=Place(device="cpu", engine=engine, devices=2),
-            runs=[RunTask(config=config.model_dump_json(), steps=STEPS)],
-            module="portable_fsdp.parity",
-            out=f"{folder}/record",
-        )
-        (record,) = run_place(task)
+    run = RunTask(config=config.model_dump_json(), steps=STEPS)
+    place = Place(device="cpu", engine=engine, devices=2)
+    (record,) = run_place(PlaceTask(place=place, runs=[run], module="portable_fsdp.parity"))
     seconds = statistics.median(record.cpu_seconds[WARM_UP:])
     print(f"{settings}: {seconds:.3f} s", flush=True)
     return seconds

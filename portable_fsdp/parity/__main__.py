@@ -134,31 +134,30 @@ def certify(config: Config, places: Sequence[Place], steps: int, worker: str = _
     """
     apart = config.without_compiler().model_dump_json()
     runs = [RunTask(config=config.model_dump_json(), steps=steps), RunTask(config=apart, steps=1, records=True)]
-    with TemporaryDirectory(prefix="portable_fsdp_parity_") as folder:
 
-        def run(place: Place, runs: list[RunTask]) -> list[PlaceRecord]:
-            recorded = max((run.steps for run in runs if run.records), default=0)
-            to_stderr(f"{place} on {place.device}: {runs[0].steps} step(s), {recorded} with modules recorded")
-            return run_place(PlaceTask(place=place, runs=runs, module=worker, out=f"{folder}/record"))
+    def run(place: Place, runs: list[RunTask]) -> list[PlaceRecord]:
+        recorded = max((run.steps for run in runs if run.records), default=0)
+        to_stderr(f"{place} on {place.device}: {runs[0].steps} step(s), {recorded} with modules recorded")
+        return run_place(PlaceTask(place=place, runs=runs, module=worker))
 
-        ran: list[list[PlaceRecord]] = []
-        for place in places:
-            try:
-                ran.append(run(place, runs if len(places) > 1 else runs[:1]))
-            except UsageError as error:
-                error.run_has_started = bool(ran)
-                raise
-        records, bound = [record for record, *_ in ran], bounds(config).loss
-        deviations = [deviation(config, records[0], record) for record in records[1:]]
-        for item, (_, recorded) in zip(deviations, ran[1:], strict=True):
-            if item.first_step is not None or config.precision.compute == "float32":
-                item.culprit = find_culprit(ran[0][1], recorded, bound)
-            if item.culprit is None and item.first_step is not None:
-                again = [RunTask(config=apart, steps=item.first_step, records=True)]
-                [[reference], [other]] = (run(place, again) for place in (places[0], item.place))
-                item.culprit = find_culprit(reference, other, bound)
-                is_gone = deviation(config, reference, other).first_step is None
-                item.remark = "" if item.culprit else f"no layer stands out: {COMPILER if is_gone else ROUNDING}"
+    ran: list[list[PlaceRecord]] = []
+    for place in places:
+        try:
+            ran.append(run(place, runs if len(places) > 1 else runs[:1]))
+        except UsageError as error:
+            error.run_has_started = bool(ran)
+            raise
+    records, bound = [record for record, *_ in ran], bounds(config).loss
+    deviations = [deviation(config, records[0], record) for record in records[1:]]
+    for item, (_, recorded) in zip(deviations, ran[1:], strict=True):
+        if item.first_step is not None or config.precision.compute == "float32":
+            item.culprit = find_culprit(ran[0][1], recorded, bound)
+        if item.culprit is None and item.first_step is not None:
+            again = [RunTask(config=apart, steps=item.first_step, records=True)]
+            [[reference], [other]] = (run(place, again) for place in (places[0], item.place))
+            item.culprit = find_culprit(reference, other, bound)
+            is_gone = deviation(config, reference, other).first_step is None
+            item.remark = "" if item.culprit else f"no layer stands out: {COMPILER if is_gone else ROUNDING}"
     return _certificate(config, records, deviations)
 
 
@@ -171,30 +170,35 @@ def run_place(
     """Run a place in separate processes, or this process's part of it if a launcher started several; `environment` is
     added to theirs. Raises UsageError if it refuses the config, TrainingError if it fails, takes longer than `limit_s`,
     or `others_failed()`."""
-    path, out, refusal = (Path(f"{task.out}{suffix}") for suffix in (".task", "", ".error"))
-    out = out.with_name(f"{out.name}.{detect_launch(os.environ).rank}")
-    out.unlink(missing_ok=True)
-    path.write_text(task.model_dump_json())
-    with Child(task.module, str(path), environment=environment) as child:
-        ended = child.wait(limit_s, others_failed)
-    if ended.how == "finished" and out.is_file():
-        return [PlaceRecord.model_validate_json(line) for line in out.read_text().splitlines()]
-    if not refusal.is_file():  # not our error, whatever the exit code: MKL exits with 2
-        reasons = {"late": f"not finished after {limit_s:.0f} s", "enough": "another process failed"}
-        how = reasons.get(ended.how, f"exit code {ended.code}")
-        raise TrainingError(f"{task.place}: {how}\n{ended.last_lines}")
-    raise (UsageError if ended.code == EXIT_USAGE else TrainingError)(f"{task.place}: {refusal.read_text()}")
+    with TemporaryDirectory(prefix="portable_fsdp_place_") as folder:
+        path, out, refusal = (Path(folder, name) for name in ("task", _record_name(), "error"))
+        path.write_text(task.model_dump_json())
+        # Its temporary files go there too: a killed launcher leaves some.
+        with Child(task.module, str(path), environment={**(environment or {}), "TMPDIR": folder}) as child:
+            ended = child.wait(limit_s, others_failed)
+        if ended.how == "finished" and out.is_file():
+            return [PlaceRecord.model_validate_json(line) for line in out.read_text().splitlines()]
+        if refusal.is_file():
+            raise (UsageError if ended.code == EXIT_USAGE else TrainingError)(f"{task.place}: {refusal.read_text()}")
+    # Not our error, whatever the exit code: MKL exits with 2.
+    how = {"late": f"not finished after {limit_s:.0f} s", "enough": "another process failed"}
+    raise TrainingError(f"{task.place}: {how.get(ended.how, f'exit code {ended.code}')}\n{ended.last_lines}")
+
+
+def _record_name() -> str:
+    """Return the name of this process's file of records, beside that of its task."""
+    return f"record.{detect_launch(os.environ).rank}"
 
 
 def work(argv: list[str], prepare: Callable[["Training"], None] = lambda training: None) -> int:
     """Train in one place, in a process of its own, and write records. `argv`: the parent's pid, the file of a
     `PlaceTask`.
 
-    Saves nothing, and leaves run.dir alone. Our errors go into the file `<out>.error`. `prepare` is called with the
-    training before its first step. Returns the exit code.
+    Saves nothing, and leaves run.dir alone. Records and our errors go into files beside the task. `prepare` is called
+    with the training before its first step. Returns the exit code.
     """
-    parent, path = argv
-    task, launch = PlaceTask.model_validate_json(Path(path).read_bytes()), detect_launch(os.environ)
+    parent, path = argv[0], Path(argv[1])
+    task, launch = PlaceTask.model_validate_json(path.read_bytes()), detect_launch(os.environ)
     place = task.place
     if launch.is_alone:
         end_with_parent(int(parent))
@@ -210,10 +214,9 @@ def work(argv: list[str], prepare: Callable[["Training"], None] = lambda trainin
     try:
         records = [run(place, each, prepare) for each in task.runs]
     except PortableFSDPError as error:
-        write_text_atomically(Path(f"{task.out}.error"), str(error))
+        write_text_atomically(path.with_name("error"), str(error))
         return error.exit_code
-    text = "\n".join(record.model_dump_json() for record in records)
-    write_text_atomically(Path(f"{task.out}.{launch.rank}"), text)
+    write_text_atomically(path.with_name(_record_name()), "\n".join(record.model_dump_json() for record in records))
     return EXIT_FINISHED
 
 

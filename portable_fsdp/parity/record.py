@@ -65,7 +65,6 @@ class PlaceTask(_Json):
     place: Place
     runs: list[RunTask]
     module: str  # the worker
-    out: str  # output file, without .RANK: a line with a PlaceRecord for each run
 
 
 class PlaceRecord(_Json):

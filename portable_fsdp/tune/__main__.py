@@ -344,7 +344,7 @@ class Tuner:
                 place = Place(device=self._place.device, engine=self._place.engine, devices=self._place.devices or 1)
                 task = RunTask(config=config.model_dump_json(), steps=STEPS)
                 candidate.trials = 1
-                record = self._runner.run(PlaceTask(place=place, runs=[task], module=self._worker, out=""), limit)
+                record = self._runner.run(PlaceTask(place=place, runs=[task], module=self._worker), limit)
                 self._add_figures(candidate, record)
         except PortableFSDPError as error:
             candidate.problem = _reason(f"{error}") if self._left > 0 else TIME_IS_OVER

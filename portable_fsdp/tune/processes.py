@@ -4,11 +4,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import BaseModel
@@ -43,12 +40,13 @@ class Runner:
     def run(self, task: PlaceTask, limit_s: float) -> PlaceRecord:
         """Run a task; process 0 calls it. Raises as `run_place`: the error of the process that failed first."""
         if self._store is None:
-            return _run_part(_Order(task=task, limit_s=limit_s), {}, lambda: False)
+            (record,) = run_place(task, limit_s)
+            return record
         with socket.socket() as free:
             free.bind(("", 0))
             order = _Order(task=task, limit_s=limit_s, port=free.getsockname()[1])
         self._publish(order)
-        record = self._part(order)
+        record = self._part(task, order)
         keys = [self._key(f"failed/{n}") for n in range(self.launch.world_size)]
         with suppress(RuntimeError):  # torch's error of a timeout
             self._store.wait(keys, timedelta(seconds=limit_s + _SLACK_S))
@@ -71,7 +69,7 @@ class Runner:
                 if order.task is None:
                     self._store.set(self._key(f"failed/{self.launch.rank}"), "[]")
                     return
-                self._part(order)
+                self._part(order.task, order)
         except DistError:
             raise TrainingError("tune: process 0, which decides what to try, has ended.") from None
 
@@ -87,7 +85,7 @@ class Runner:
         self._number += 1
         self._store.set(self._key("order"), order.model_dump_json())
 
-    def _part(self, order: _Order) -> PlaceRecord | None:
+    def _part(self, task: PlaceTask, order: _Order) -> PlaceRecord | None:
         environment = {"MASTER_PORT": str(order.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         record, failure, checked_at = None, [], time.monotonic()
 
@@ -100,7 +98,7 @@ class Runner:
             return self._store.check([self._key("failed")])
 
         try:
-            record = _run_part(order, environment, others_failed)
+            (record,) = run_place(task, order.limit_s, environment, others_failed)
         except (PortableFSDPError, KeyboardInterrupt) as error:
             failure = [self._store.add(self._key("failures"), 1), str(error)]
             self._store.set(self._key("failed"), "")
@@ -111,12 +109,3 @@ class Runner:
 
     def _key(self, name: str) -> str:
         return f"portable_fsdp_tune/{self._number}/{name}"
-
-
-def _run_part(order: _Order, environment: dict[str, str], others_failed: Callable[[], bool]) -> PlaceRecord:
-    assert order.task is not None
-    with TemporaryDirectory(prefix="portable_fsdp_tune_") as folder:
-        task = order.task.model_copy(update={"out": str(Path(folder, "record"))})
-        environment = {**environment, "TMPDIR": folder}  # a killed launcher leaves its own files
-        (record,) = run_place(task, order.limit_s, environment, others_failed)
-        return record

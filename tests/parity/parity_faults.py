@@ -77,7 +77,6 @@ def rows(on: str, names: list[str]) -> Iterator[tuple[bool, str]]:
                     place=Place(device="cpu", engine=engine, devices=devices),
                     runs=[task] * count,
                     module="faulty_worker",
-                    out=f"{folder}/record",
                 )
             )
         )
