@@ -13,7 +13,7 @@ from portable_fsdp.config.describe import Settings
 from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
-from portable_fsdp.plan.result import Expected, Plan, Tried, sweep_text, text
+from portable_fsdp.plan.result import Plan, Tried, sweep_text, text
 from portable_fsdp.plan.search import COMPILE_S, FREE, fastest_that_fits, grid, nearest_that_fits, sweep
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.runtime.errors import BackendError, ConfigError
@@ -39,14 +39,16 @@ def config(
     )
 
 
-def plan(peak: int) -> Plan:
+def plan(peak: int, *, limit: int | None = LIMIT, seconds: float | None = None, is_least: bool = False) -> Plan:
+    """A plan with this peak of memory; `seconds` of a step."""
     values: dict[str, Any] = {
         **{"on": "h100:8", "hardware": "8 x NVIDIA H100", "devices": 8, "backend": "native", "settings": {}},
         **{"parameters": 1, "method": "", "planned_in_s": 0},
-        "memory": {"parts": {"weights": peak}, "limit_bytes": LIMIT},
+        "memory": {"parts": {"weights": peak}, "limit_bytes": limit, "is_least": is_least},
         "work": {"matmul_flops": {}, "collectives": {}, "sent_bytes": {}},
         **{"tokens_per_step": 800, "model_flops_per_device": 1.0, "peak_flops": 1.0},
-        **{"expected": None, "expected_note": "nobody measured it"},
+        "expected": None if seconds is None else {"seconds": seconds, "parts": {}, "synchronous_bytes": {}},
+        "expected_note": "nobody measured it",
     }
     return Plan.model_validate(values)
 
@@ -68,10 +70,9 @@ def test_larger_micro_batches_are_left_out_where_a_smaller_one_has_no_room() -> 
 
 
 def test_measures_are_laid_one_over_the_other_and_the_nearest_that_fits_costs_least() -> None:
-    def larger(settings: Settings) -> Plan:
-        return plan(4 * plan_of(settings).memory.peak_bytes)
-
-    results = list(nearest_that_fits(config(), larger, offload=False))
+    results = list(
+        nearest_that_fits(config(), lambda settings: plan(4 * plan_of(settings).memory.peak_bytes), offload=False)
+    )
     assert [tried.fits for tried in results] == [False, False, True]
     assert results[-1].settings == {"memory.gradient_checkpointing": "full", "train.micro_batch": "2"}
     (tried,) = nearest_that_fits(config(), plan_of, offload=False)  # 8 rows of 30 are too many, of 10 they fit
@@ -99,8 +100,7 @@ def test_the_largest_micro_batch_is_that_of_plans_of_all_with_few_plans(
         return 3 + size + sums * (size < share)
 
     def planned(settings: Settings) -> Plan:
-        made = plan(peak(int(settings["train.micro_batch"])))
-        return made.model_copy(update={"memory": made.memory.model_copy(update={"limit_bytes": limit})})
+        return plan(peak(int(settings["train.micro_batch"])), limit=limit)
 
     noted: list[str] = []
     if limit is None:
@@ -117,13 +117,8 @@ def test_the_largest_micro_batch_is_that_of_plans_of_all_with_few_plans(
 def test_a_search_needs_a_batch_that_can_be_split_and_an_upper_bound() -> None:
     with pytest.raises(ConfigError, match="expected a multiple"):
         search(plan_of, global_batch=12, task="own:task", micro_batch="auto")
-
-    def least(settings: Settings) -> Plan:
-        made = plan(LIMIT // 2)
-        return made.model_copy(update={"memory": made.memory.model_copy(update={"is_least": True})})
-
     with pytest.raises(BackendError, match="memory is a lower bound"):
-        search(least, micro_batch="auto")
+        search(lambda settings: plan(LIMIT // 2, is_least=True), micro_batch="auto")
 
     def refuses_many_rows(settings: Settings) -> Plan:
         if int(settings["train.micro_batch"]) > 1:
@@ -146,13 +141,9 @@ def test_auto_takes_the_fastest_of_all_that_fit(limit: int, rows: int | str, of_
     def planned(settings: Settings) -> Plan:
         kept = settings.get("memory.save_ops", settings["memory.gradient_checkpointing"])
         size = int(settings.get("train.micro_batch", 2))
-        made = plan(2 + size * BYTES[kept])
         compiles = settings.get("compile.enabled") == "true"
         seconds = 80 * SECONDS[kept] * (2 / 3 if compiles else 1) + (8 // size)
-        memory = made.memory.model_copy(update={"limit_bytes": limit})
-        return made.model_copy(
-            update={"memory": memory, "expected": Expected(seconds=seconds, parts={}, synchronous_bytes={})}
-        )
+        return plan(2 + size * BYTES[kept], limit=limit, seconds=seconds)
 
     sizes = [1, 2, 4, 8] if rows == "auto" else [2]
     points = [
@@ -183,8 +174,7 @@ def test_layers_are_compiled_where_that_saves_time(programs: int | str, steps: i
     assert COMPILE_S == 60
 
     def planned(settings: Settings) -> Plan:
-        seconds = 1.0 if settings.get("compile.enabled") == "true" else 1.5
-        return plan(1).model_copy(update={"expected": Expected(seconds=seconds, parts={}, synchronous_bytes={})})
+        return plan(1, seconds=1.0 if settings.get("compile.enabled") == "true" else 1.5)
 
     noted: list[str] = []
     given = config(compiles="auto", steps=steps)
@@ -203,8 +193,7 @@ def test_a_mode_that_compiled_layers_refuse_may_be_faster(eager_s: float, room: 
         if mode == "selective" and is_compiled:
             raise BackendError("a compiled layer with dropout is recomputed as a whole")
         seconds = {"none": 0.8, "selective": eager_s, "full": 1.0 if is_compiled else 1.5}[mode]
-        made = plan(LIMIT if mode == "none" or (mode == "selective" and not room) else 1)
-        return made.model_copy(update={"expected": Expected(seconds=seconds, parts={}, synchronous_bytes={})})
+        return plan(LIMIT if mode == "none" or (mode == "selective" and not room) else 1, seconds=seconds)
 
     best = search(
         planned, micro_batch=rows, memory={"gradient_checkpointing": "auto"}, compiles="auto", steps=None, epochs=1
@@ -243,8 +232,7 @@ def test_no_measure_is_refused(engine: str, device: str, memory: dict[str, Any],
 
 
 def test_a_row_for_each_plan() -> None:
-    expected = Expected(seconds=1.0, parts={}, synchronous_bytes={})
-    plans = {"8": plan(2**30), "1": plan(5).model_copy(update={"expected": expected})}
+    plans = {"8": plan(2**30), "1": plan(5, seconds=1.0)}
     tried = [Tried(settings={"train.micro_batch": rows}, plan=each) for rows, each in plans.items()]
     assert [line.split() for line in sweep_text(tried, ["train.micro_batch"]).splitlines()[1:]] == [
         ["8", "1.00", "does", "not", "fit", "unknown"],
@@ -253,7 +241,6 @@ def test_a_row_for_each_plan() -> None:
 
 
 def test_a_plan_without_a_time_or_a_limit() -> None:
-    known = plan(5)
-    unknown = known.model_copy(update={"memory": known.memory.model_copy(update={"limit_bytes": None})})
-    assert "time of a step: unknown, since nobody measured it" in text(unknown)
-    assert "0.00 GiB: unknown" in text(unknown)
+    unknown = text(plan(5, limit=None))
+    assert "time of a step: unknown, since nobody measured it" in unknown
+    assert "0.00 GiB: unknown" in unknown

@@ -23,41 +23,33 @@ from portable_fsdp.runtime.errors import UsageError
 
 
 @pytest.mark.parametrize(
-    ("text", "members", "stride", "sent"),
+    ("text", "members", "stride", "exchanges", "sent"),
     [
-        ("h100:8", None, 1, {"nvlink": 7 / 8}),
-        ("h100:64", None, 1, {"nvlink": 7 / 8, "network": 7 / 8 / 8}),  # a part crosses the network once a host
-        ("h100:64", 16, 1, {"nvlink": 7 / 8, "network": 1 / 2 / 8}),
-        ("h100:64", 4, 1, {"nvlink": 3 / 4}),
-        ("h100:64", 8, 8, {"network": 7 / 8}),  # the same device of each host
-        ("h100:64", 16, 4, {"nvlink": 1 / 2, "network": 7 / 8 / 2}),
-        ("h100:6", None, 1, {"nvlink": 5 / 6}),
-        ("h100", None, 1, {}),
-        ("v6e-16", None, 1, {"ici": 15 / 16}),
-        ("tpu7x:2x2x2", None, 1, {"ici": 7 / 8 / 2}),  # a chip's two devices share what reaches it
-        ("2*v6e-16", None, 1, {"ici": 15 / 16, "network": 1 / 2 / 16}),
-        ("2*v6e-16", 2, 16, {"network": 1 / 2}),
-        ("cpu:2", None, 1, {}),
+        ("h100:8", None, 1, False, {"nvlink": 7 / 8}),
+        ("h100:64", None, 1, False, {"nvlink": 7 / 8, "network": 7 / 8 / 8}),  # a part crosses the network once a host
+        ("h100:64", 16, 1, False, {"nvlink": 7 / 8, "network": 1 / 2 / 8}),
+        ("h100:64", 4, 1, False, {"nvlink": 3 / 4}),
+        ("h100:64", 8, 8, False, {"network": 7 / 8}),  # the same device of each host
+        ("h100:64", 16, 4, False, {"nvlink": 1 / 2, "network": 7 / 8 / 2}),
+        ("h100:6", None, 1, False, {"nvlink": 5 / 6}),
+        ("h100", None, 1, False, {}),
+        ("v6e-16", None, 1, False, {"ici": 15 / 16}),
+        ("tpu7x:2x2x2", None, 1, False, {"ici": 7 / 8 / 2}),  # a chip's two devices share what reaches it
+        ("2*v6e-16", None, 1, False, {"ici": 15 / 16, "network": 1 / 2 / 16}),
+        ("2*v6e-16", 2, 16, False, {"network": 1 / 2}),
+        ("cpu:2", None, 1, False, {}),
+        # An all-to-all sends a piece to each device.
+        ("h100:8", None, 1, True, {"nvlink": 7 / 8}),
+        ("h100:64", 4, 2, True, {"nvlink": 3 / 4}),
+        ("h100:64", 16, 1, True, {"nvlink": 7 / 16, "network": 8 / 16}),  # eight of sixteen pieces leave the host
+        ("h100:64", 8, 8, True, {"network": 7 / 8}),  # one device of each host
+        ("h100:64", 32, 2, True, {"nvlink": 3 / 32, "network": 28 / 32}),  # four of each host
     ],
 )
-def test_traffic_is_divided_over_links(text: str, members: int | None, stride: int, sent: dict[str, float]) -> None:
-    assert over_links(parse_target(text).levels, 1.0, members=members, stride=stride) == pytest.approx(sent)
-
-
-@pytest.mark.parametrize(
-    ("text", "members", "stride", "sent"),
-    [
-        ("h100:8", None, 1, {"nvlink": 7 / 8}),
-        ("h100:64", 4, 2, {"nvlink": 3 / 4}),
-        ("h100:64", 16, 1, {"nvlink": 7 / 16, "network": 8 / 16}),  # eight of sixteen pieces leave the host
-        ("h100:64", 8, 8, {"network": 7 / 8}),  # one device of each host
-        ("h100:64", 32, 2, {"nvlink": 3 / 32, "network": 28 / 32}),  # four of each host
-    ],
-)
-def test_an_all_to_all_sends_a_piece_to_each_device(
-    text: str, members: int | None, stride: int, sent: dict[str, float]
+def test_traffic_is_divided_over_links(
+    text: str, members: int | None, stride: int, exchanges: bool, sent: dict[str, float]
 ) -> None:
-    links = over_links(parse_target(text).levels, 1.0, members=members, stride=stride, exchanges=True)
+    links = over_links(parse_target(text).levels, 1.0, members=members, stride=stride, exchanges=exchanges)
     assert links == pytest.approx(sent)
 
 

@@ -210,11 +210,18 @@ class TimesByRule:
         )
 
 
-def test_candidates_near_the_fastest_are_measured_three_times(tmp_path: Path) -> None:
-    path, place = written(tmp_path), Deployment("native", "cpu", 2, 1)
+def tuned(folder: Path, *overrides: str, devices: int = 2) -> Tuner:
+    """A tuning of CONFIG that has ended."""
+    path, place = folder / "small.yaml", Deployment("native", "cpu", devices, 1)
     with Worker() as plans:
-        tuner = Tuner(path, load_config(path), place, cast(Runner, TimesByRule()), plans, 60, "")
+        tuner = Tuner(path, load_config(path, overrides), place, cast(Runner, TimesByRule()), plans, 60, "")
         tuner.run()
+    return tuner
+
+
+def test_candidates_near_the_fastest_are_measured_three_times(tmp_path: Path) -> None:
+    written(tmp_path)
+    tuner = tuned(tmp_path)
     by_words = {each.words: each for each in tuner.candidates}
     best = by_words["train.micro_batch=2 sharding.strategy=NO_SHARD"]
     assert f"# Changed: {best.words}\n" in tuner.file.read_text()
@@ -226,11 +233,8 @@ def test_candidates_near_the_fastest_are_measured_three_times(tmp_path: Path) ->
 
 def test_the_written_config_is_the_given_one_with_what_was_fastest(tmp_path: Path) -> None:
     """With overrides of the command line, and with what measuring leaves out; keys that nobody set aren't in it."""
-    path, place = written(tmp_path), Deployment("native", "cpu", 2, 1)
-    given = load_config(path, ["observe.trackers=[tensorboard]", "optim.lr=0.1"])
-    with Worker() as plans:
-        tuner = Tuner(path, given, place, cast(Runner, TimesByRule()), plans, 60, "")
-        tuner.run()
+    overrides = ("observe.trackers=[tensorboard]", "optim.lr=0.1")
+    given, tuner = load_config(written(tmp_path), overrides), tuned(tmp_path, *overrides)
     chosen = {"train.micro_batch": "2", "sharding.strategy": "NO_SHARD"}
     assert load_config(tuner.file) == with_settings(given, chosen)
     assert "weight_decay" not in tuner.file.read_text()
@@ -246,11 +250,8 @@ def test_a_slice_of_several_hosts_is_refused(
 
 
 def test_a_file_that_cant_be_written_doesnt_end_the_tuning(tmp_path: Path) -> None:
-    path, place = written(tmp_path), Deployment("native", "cpu", 1, 1)
-    path.with_suffix(".tuned.yaml").mkdir()
-    with Worker() as plans:
-        tuner = Tuner(path, load_config(path), place, cast(Runner, TimesByRule()), plans, 60, "")
-        tuner.run()
+    written(tmp_path).with_suffix(".tuned.yaml").mkdir()
+    tuner = tuned(tmp_path, devices=1)
     assert len(tuner.candidates) > 2
     assert tuner.problem_of_file == f"{tuner.file}: can't be written: Is a directory"
 
