@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
 from gallery import GALLERY, Planner, Stated, override_words, planner_of, stated_plans
 
 from portable_fsdp.layout import devices_per_row, micro_batches
+from portable_fsdp.plan.planner import COMPILE, FREE, MODES, ROWS, fastest_that_fits
 from portable_fsdp.plan.result import Settings, Tried
-from portable_fsdp.plan.search import COMPILE, FREE, MODES, ROWS, fastest_that_fits
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.errors import PortableFSDPError

@@ -13,9 +13,9 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.convert.table import flag_hint
 from portable_fsdp.observe.run_files import read_jsonl
-from portable_fsdp.plan import planner, result, search
+from portable_fsdp.plan import planner, result
+from portable_fsdp.plan.planner import PlanOf
 from portable_fsdp.plan.result import Plan, Tried
-from portable_fsdp.plan.search import PlanOf
 from portable_fsdp.plan.target import Target, parse_target, with_memory
 from portable_fsdp.plan.time import compare
 from portable_fsdp.runtime.child import Worker
@@ -81,14 +81,13 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
 
     def best(settings: Settings) -> Tried:
         """Plan a point of the grid, with the values that `auto` takes there."""
-        found = search.fastest_that_fits(
-            config_of(settings), target, lambda more: plan_of(settings | more), worker, to_stderr
-        )
+        config = config_of(settings)
+        found = planner.fastest_that_fits(config, target, lambda more: plan_of(settings | more), worker, to_stderr)
         return Tried(settings=settings | found.settings, plan=found.plan)
 
     if not options.over:
         return _one(options, config_of({}), target, best, plan_of)
-    points = search.grid(_axes(options.over))
+    points = planner.grid(_axes(options.over))
     for settings in points:
         config_of(settings)  # raises for an unknown key before the first plan
     return _sweep(points, best, as_json=options.json)
@@ -108,8 +107,8 @@ def _one(
         planned = config
         for key in ("train.micro_batch", "memory.gradient_checkpointing"):
             planned = with_value(planned, key, plan.settings[key])
-        offload = target.hardware.kind == "cuda"
-        measures = list(search.nearest_that_fits(planned, lambda more: plan_of(tried.settings | more), offload=offload))
+        is_gpu = target.hardware.kind == "cuda"
+        measures = list(planner.nearest_that_fits(planned, lambda more: plan_of(tried.settings | more), offload=is_gpu))
     if options.json:
         rest = {
             "measures": [measure.model_dump(mode="json") for measure in measures],
@@ -128,7 +127,7 @@ def _sweep(points: list[Settings], best: Callable[[Settings], Tried], *, as_json
     left_out, results = list(points), list[Tried]()
     is_complete = True
     try:
-        for settings, tried in search.sweep(points, best):
+        for settings, tried in planner.sweep(points, best):
             left_out.remove(settings)
             results.append(tried)
             to_stderr(f"{len(results)} of at most {len(points)}: {tried.line}")

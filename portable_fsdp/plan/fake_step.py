@@ -49,7 +49,7 @@ from portable_fsdp.plan.memory_trace import (
     peak,
     replay,
 )
-from portable_fsdp.plan.repeated_layers import Pattern, extend, find_pattern, keep
+from portable_fsdp.plan.repeated_layers import Extension, Pattern, find_pattern, keep
 from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, ModelFacts, Moved, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import Compute, Drain, ScheduleEntry, Send, Wait, expected_time, over_links, rates_of
@@ -174,7 +174,7 @@ def _record(config: Config, target: Target) -> _Recorded:
     try:
         recorded = record_layers(config, target, whole=False)
         if recorded.pattern:
-            recorded.recorder.log = extend(recorded.recorder.log, recorded.pattern)
+            recorded.recorder.log = Extension(recorded.recorder.log, recorded.pattern).entries
         return recorded
     except PortableFSDPError:
         raise

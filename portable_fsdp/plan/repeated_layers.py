@@ -1,8 +1,8 @@
 """Equal layers are traced once or twice: the step runs with few of them, and its log is extended to all.
 
-`find_pattern` compares the layers of a model, `keep` removes most of those that repeat, and `extend` inserts their
+`find_pattern` compares the layers of a model, `keep` removes most of those that repeat, and `Extension` inserts their
 entries into the log of the step. The trace has two periods of the pattern. Unless the second does in each pass over
-the layers what the first does, for its own blocks, `extend` raises an error: the caller traces all layers.
+the layers what the first does, for its own blocks, `Extension` raises an error: the caller traces all layers.
 """
 
 import re
@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from itertools import compress
 from types import MethodType
 from typing import Any
 
@@ -25,10 +24,6 @@ _UNCOMPARED = {"layer_idx", "layer_id", "_parameters", "_buffers", "_modules", "
 
 Home = tuple[int, int, int]
 """Pass, layer, and number within that layer of a block that a layer allocates."""
-
-
-class IrregularError(Exception):
-    """The layers that should be equal do different things."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,10 @@ class Pattern:
 
     def in_model(self, name: str) -> str:
         """Rename a layer of the traced model to the layer of the whole model that it is."""
-        return self.renamed(name, lambda n: n if n < self.end else n + self.left_out)
+        return self.renamed(name, self.number_in_model)
+
+    def number_in_model(self, layer: int) -> int:
+        return layer if layer < self.end else layer + self.left_out
 
     def renamed(self, name: str, number: Callable[[int], Any]) -> str:
         return self._number.sub(lambda match: f"{self.layers}.{number(int(match[1]))}", name)
@@ -189,30 +187,27 @@ def keep(model: nn.Module, policy: ShardPolicy, pattern: Pattern) -> ShardPolicy
 # ------------------------------------------------------------------------------------------------------- the log
 
 
-def extend(log: Sequence[Entry], pattern: Pattern) -> list[Entry]:
-    """Return the log of a step of the whole model. Raises IrregularError, KeyError or IndexError unless the pattern
+class Extension:
+    """The log of a step of the whole model: `entries`. Raises ValueError, KeyError or IndexError unless the pattern
     holds."""
-    return _Extension(log, pattern).entries
 
-
-class _Extension:
     def __init__(self, log: Sequence[Entry], pattern: Pattern) -> None:
         self._pattern, self._log = pattern, log
         self._homes: dict[Block, Home] = {}
-        self._blocks: dict[Home, Block] = {}
-        self._copies: dict[tuple[Home, int], Block] = {}
+        self._blocks: dict[Home, Block] = {}  # with the number of the layer in the whole model
         self._directions: dict[int, int] = {}
         self._chunks: defaultdict[tuple[int, int], list[Entry]] = defaultdict(list)  # (pass, layer) -> entries
         self.entries: list[Entry] = []
-        places = self._places(self._labels())
         # Only the last step's work counts, of the others the memory that they leave.
         last = max((at for at, entry in enumerate(log) if entry.change == "step"), default=0)
-        counted = [at > last or entry.change != "runs" for at, entry in enumerate(log)]
-        self._log, places = list(compress(log, counted)), list(compress(places, counted))
-        self._settle(places)
-        self._grown = self._concatenated(places)
+        places = zip(log, self._places(), strict=True)
+        self._placed = [
+            (entry, *place) for at, (entry, place) in enumerate(places) if at > last or entry.change != "runs"
+        ]
+        self._settle()
+        self._grown = self._concatenated()
         self._compare()
-        self._emit(places)
+        self._emit()
         self._check()
         self._update_blocks()
 
@@ -250,11 +245,10 @@ class _Extension:
                 layers[what] = layer
             yield layer, phase
 
-    def _places(self, labels: Iterator[tuple[int | None, str]]) -> list[tuple[int, int, bool]]:
-        """Return each entry's pass over the layers, its layer there (-1: none yet), and whether it belongs to that."""
+    def _places(self) -> Iterator[tuple[int, int, bool]]:
+        """Yield each entry's pass over the layers, its layer there (-1: none yet), and whether it belongs to that."""
         pattern, number, layer, direction, running = self._pattern, 0, -1, 1, ""
-        places: list[tuple[int, int, bool]] = []
-        for label, phase in labels:
+        for label, phase in self._labels():
             if label is not None and (phase != running or label != layer):
                 ends = layer >= pattern.end - 1 if direction > 0 else layer <= pattern.begin
                 if phase != running or (phase == "other" and ends and direction * (label - layer) < -1):
@@ -266,15 +260,14 @@ class _Extension:
                     number, direction, layer = number + 1, -direction, label
                     self._directions[number] = direction
                 elif label != layer - direction:
-                    raise IrregularError(f"layer {label} after {layer} in {phase}")
-            places.append((number, layer, label is not None or layer in pattern.traced))
-        return places
+                    raise ValueError(f"layer {label} after {layer} in {phase}")
+            yield number, layer, label is not None or layer in pattern.traced
 
-    def _settle(self, places: Sequence[tuple[int, int, bool]]) -> None:
+    def _settle(self) -> None:
         """Find the entries and the blocks of each layer in each pass."""
         counts: Counter[Any] = Counter()
         keys: dict[Any, int] = {}
-        for entry, (number, layer, is_inside) in zip(self._log, places, strict=True):
+        for entry, number, layer, is_inside in self._placed:
             if not is_inside:
                 continue
             self._chunks[number, layer].append(entry)
@@ -282,13 +275,14 @@ class _Extension:
                 names = [self._pattern.renamed(name, lambda _: "") for name in (block.name, block.where)]
                 key = (*_facts(block), *names)
                 counts[number, layer, key] += 1
-                home = number, layer, keys.setdefault((key, counts[number, layer, key]), len(keys))
-                self._homes[block], self._blocks[home] = home, block
+                alike = keys.setdefault((key, counts[number, layer, key]), len(keys))
+                self._homes[block] = number, layer, alike
+                self._blocks[number, self._pattern.number_in_model(layer), alike] = block
 
-    def _concatenated(self, places: Sequence[tuple[int, int, bool]]) -> dict[Block | None, int]:
+    def _concatenated(self) -> dict[Block | None, int]:
         """Return the bytes to add, of blocks into which a block of each layer is concatenated."""
         grown: dict[Block | None, int] = {}
-        for entry, (_, _, is_inside) in zip(self._log, places, strict=True):
+        for entry, _, _, is_inside in self._placed:
             what = entry.what
             if not is_inside and isinstance(what, KernelRun) and len(what.writes) == 1:
                 [(block, size)] = what.writes
@@ -298,11 +292,11 @@ class _Extension:
                     grown[block] = more
         return grown
 
-    def _repeated(self, blocks: Iterable[Block]) -> dict[Block, Home]:
+    def _repeated(self, blocks: Iterable[Block]) -> set[Block]:
         """Return those of the second period of which the first has a counterpart."""
         homes = {block: home for block in blocks if (home := self._homes.get(block))}
         later = {self._home(block, 1) for block in homes}
-        return {block: home for block, home in homes.items() if home[1] in self._pattern.template and home in later}
+        return {block for block, home in homes.items() if home[1] in self._pattern.template and home in later}
 
     def _compare(self) -> None:
         """Raise IrregularError unless the second period does in each pass what the first does."""
@@ -310,19 +304,17 @@ class _Extension:
         for number in {number for number, layer in self._chunks if layer in pattern.traced}:
             for layer in pattern.traced[: pattern.period]:
                 first, second = self._chunks[number, layer], self._chunks[number, layer + pattern.period]
-                if len(first) != len(second):
-                    raise IrregularError(f"{len(first)} and {len(second)} entries of layer {layer} in pass {number}")
                 for one, other in zip(first, second, strict=True):
                     same = one.change == other.change and _mapped(one.what, _facts) == _mapped(other.what, _facts)
                     pairs = zip(_blocks_of(one), _blocks_of(other), strict=False)
                     if not same or not all(a is b or self._homes[b] == self._home(a, 1) for a, b in pairs):
-                        raise IrregularError(f"{one} and {other}")
+                        raise ValueError(f"{one} and {other}")
 
-    def _emit(self, places: Sequence[tuple[int, int, bool]]) -> None:
+    def _emit(self) -> None:
         """Add the entries in order, and the layers left out after the template going up, before it going down."""
         pattern, before = self._pattern, (0, -1)
         template, turns = pattern.template, pattern.turns
-        for entry, (number, layer, _) in zip(self._log, places, strict=True):
+        for entry, number, layer, _ in self._placed:
             if (number, layer) != before:
                 if before[1] == template[-1] and self._directions[before[0]] > 0:
                     self._add_layers(before[0], [(inner, turn) for turn in turns for inner in template])
@@ -347,13 +339,13 @@ class _Extension:
         block = entry.what
         if entry.change == "made" and isinstance(block, Block):
             if turn:
-                home, more = self._homes[block], turn * self._pattern.period
+                home, more = self._home(block, turn), turn * self._pattern.period
                 name, where = (self._pattern.renamed(text, lambda n: n + more) for text in (block.name, block.where))
-                self._copies[home, turn] = block = Block(block.bytes, block.stream, block.part, name, where)
+                self._blocks[home] = block = Block(block.bytes, block.stream, block.part, name, where)
             self.entries.append(Entry("made", block))
             return
         twins = iter(_blocks_of(twin))
-        what = _mapped(entry.what, lambda block: block if block is next(twins) else self._at(self._home(block, turn)))
+        what = _mapped(entry.what, lambda block: block if block is next(twins) else self._later(block, turn))
         self.entries.append(Entry(entry.change, what))
 
     def _home(self, block: Block, turns: int) -> Home:
@@ -361,15 +353,9 @@ class _Extension:
         number, layer, key = self._homes[block]
         return number, layer + turns * self._pattern.period, key
 
-    def _at(self, home: Home) -> Block:
-        """Return a block of a layer by its number in the whole model."""
-        pattern, (number, layer, key) = self._pattern, home
-        if layer < pattern.end:
-            return self._blocks[home]
-        if layer >= pattern.end + pattern.left_out:
-            return self._blocks[number, layer - pattern.left_out, key]
-        turn = (layer - pattern.end) // pattern.period + 1
-        return self._copies[(number, layer - turn * pattern.period, key), turn]
+    def _later(self, block: Block, turns: int) -> Block:
+        """Return the counterpart of a block, so many periods later in the whole model."""
+        return self._blocks[self._home(block, turns)]
 
     def _add_outside(self, entry: Entry, times: int) -> None:
         """Add an entry of another layer, or of none; what takes blocks of both periods takes those of all."""
@@ -377,19 +363,18 @@ class _Extension:
         middle = {block for block in blocks if block in self._homes and self._homes[block][1] in self._pattern.traced}
         if isinstance(what, CollectiveRun) and (more := self._grown.get(what.block)):
             what = replace(what, collective=replace(what.collective, bytes=what.collective.bytes + more))
-        both = self._repeated(middle)
+        both, turns = self._repeated(middle), self._pattern.turns
         if both and isinstance(what, KernelRun):
 
             def with_copies(blocks: list[tuple[Block, int]]) -> list[tuple[Block, int]]:
                 grown = [(block, size + self._grown.get(block, 0)) for block, size in blocks]
-                repeated = [(both[block], size) for block, size in blocks if block in both]
-                return grown + [(self._copies[home, n], size) for home, size in repeated for n in self._pattern.turns]
+                return grown + [(self._later(block, n), size) for block, size in blocks if block in both for n in turns]
 
             if what.flops:
-                raise IrregularError(f"products of several layers at once: {what.part}")
+                raise ValueError(f"products of several layers at once: {what.part}")
             what = replace(what, reads=with_copies(what.reads), writes=with_copies(what.writes))
         elif middle:
-            what = _mapped(what, lambda block: self._at(self._home(block, times)) if block in middle else block)
+            what = _mapped(what, lambda block: self._later(block, times) if block in middle else block)
         self.entries.append(replace(entry, what=what))
 
     def _check(self) -> None:
@@ -398,9 +383,10 @@ class _Extension:
         for entry in self.entries:
             if isinstance(entry.what, Block):
                 (live.add if entry.change == "made" else live.remove)(entry.what)
-        for (home, _), copy in self._copies.items():
-            if (copy in live) != (self._blocks[home] in live):
-                raise IrregularError(f"freed unlike its original: {copy}")
+        for block in (block for block, home in self._homes.items() if home[1] in self._pattern.template):
+            for copy in (self._later(block, turn) for turn in self._pattern.turns):
+                if (copy in live) != (block in live):
+                    raise ValueError(f"freed unlike its original: {copy}")
 
     def _update_blocks(self) -> None:
         """Give blocks their size in the whole model, and the layers after the pattern their numbers."""

@@ -29,9 +29,8 @@ from portable_fsdp.parity.record import (
     relative_difference,
     without_side_effects,
 )
-from portable_fsdp.plan.planner import make_plan
+from portable_fsdp.plan.planner import CHECKPOINTING, COMPILE, ROWS, fastest_that_fits, make_plan
 from portable_fsdp.plan.result import Plan
-from portable_fsdp.plan.search import CHECKPOINTING, COMPILE, ROWS, fastest_that_fits
 from portable_fsdp.plan.target import Target, parse_target
 from portable_fsdp.plan.time import rates_of
 from portable_fsdp.runtime.child import Worker, WorkerFailedError

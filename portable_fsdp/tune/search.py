@@ -12,7 +12,7 @@ from portable_fsdp.backends.refusals import Deployment
 from portable_fsdp.config.describe import Settings, default_of, value_of, yaml_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import devices_per_row, micro_batches
-from portable_fsdp.plan.search import CHECKPOINTING, COMPILE, MODES, ROWS
+from portable_fsdp.plan.planner import CHECKPOINTING, COMPILE, MODES, ROWS
 
 COMPILER = (COMPILE, "compile.backend", "compile.cache_dir", "compile.scan_layers")
 RECOMPUTATION = ("memory.save_ops", "memory.every", "memory.classes", "memory.budget")

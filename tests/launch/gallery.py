@@ -14,9 +14,8 @@ from cli import ROOT, SMALL_LLAMA
 
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
-from portable_fsdp.plan.planner import make_plan
+from portable_fsdp.plan.planner import fastest_that_fits, make_plan
 from portable_fsdp.plan.result import Plan, Settings, Tried
-from portable_fsdp.plan.search import fastest_that_fits
 from portable_fsdp.plan.target import Target, parse_target
 from portable_fsdp.runtime.child import Worker
 

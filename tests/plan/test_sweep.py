@@ -13,8 +13,8 @@ from portable_fsdp.config.describe import Settings
 from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
+from portable_fsdp.plan.planner import COMPILE_S, FREE, fastest_that_fits, grid, nearest_that_fits, sweep
 from portable_fsdp.plan.result import Plan, Tried, sweep_text, text
-from portable_fsdp.plan.search import COMPILE_S, FREE, fastest_that_fits, grid, nearest_that_fits, sweep
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
