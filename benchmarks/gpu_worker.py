@@ -705,16 +705,16 @@ def tracked(devices: int, *shape: Any) -> Row:
     most = 0
     with (
         fake_step.ranks(devices, min(devices, PER_HOST)),
-        fake_step.planned_backend(config, fake, recorder, whole=True) as backend,
+        fake_step.planned_engine(config, fake, recorder, whole=True) as planned,
         fake_step._seen_by(recorder),
         patch.object(F, "scaled_dot_product_attention", fake_step.gpu_attention),
     ):
-        training = build_training(config, backend, vocabulary=1, fill=False)
+        training = build_training(config, planned.engine, vocabulary=1, fill=False)
         with fake:
             tracker = FSDPMemTracker(cast(Any, training.model), training.optimizer)
             for _ in range(2):
                 rows = fake_step.empty_batch(config, training, config.train.resolved_micro_batch, "cpu")
-                batches = [backend.place(rows) for _ in range(training.accumulation)]
+                batches = [planned.engine.place(rows) for _ in range(training.accumulation)]
                 with tracker:
                     training.step(batches, config.optim.lr, control_numbers(devices))
                 found = cast(dict[Any, Any], tracker.get_tracker_snapshot("peak"))

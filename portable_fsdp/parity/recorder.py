@@ -7,7 +7,6 @@ rows, so data shards and micro batches add up. The step's program returns them a
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -43,9 +42,8 @@ def run(place: Place, task: RunTask, prepare: Callable[[Training], None]) -> Pla
         prepare(training)
         record = PlaceRecord(place=place, device_name=engine.device_name, versions=environment())
         step, total = training.step, total_steps(config, len(corpus.rows))
-        recorder: Any = StepRecorder(engine, training) if task.records else None
+        recorder = StepRecorder(engine, training) if task.records else None
         if recorder:
-            step = replace(step, backend=recorder)
             record.state.append(state_statistics(engine, training))
         with open_batches(config, engine, training, corpus) as batches:
             for number in range(1, min(task.steps, total) + 1):
@@ -88,7 +86,7 @@ def statistics(tensor: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 class StepRecorder:
-    """Hooks on all modules of a training, and an engine for `train_step` whose programs also return the statistics.
+    """Hooks on all modules of a training, whose engine's programs also return the statistics from now on.
 
     Keys are `direction|place|module|call|leaf`: `forward|in`, `forward|out`, `backward|out` (the gradient of the
     output), `backward|in`. `call` counts a module's calls in a micro batch. Tensors of fewer than two dimensions are
@@ -96,7 +94,8 @@ class StepRecorder:
     """
 
     def __init__(self, engine: Backend, training: Training) -> None:
-        self._engine = engine
+        self._engine, self._compile = engine, engine.compile
+        engine.compile = self.compile
         self._seen: dict[str, Tensor] = {}
         self._calls = Counter[str]()
         self._records_forward = True
@@ -104,9 +103,6 @@ class StepRecorder:
         for name, module in training.model.named_modules():
             module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
             module.register_forward_hook(partial(self._leave, name))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
         """Compile by the engine; the program also adds to `total`."""
@@ -119,7 +115,7 @@ class StepRecorder:
             self._seen = {}  # on XLA, a tensor that lives at the end of a program becomes an output
             return {**metrics, "seen": self._engine.sum(torch.stack(seen))} if seen else metrics
 
-        program = self._engine.compile(recorded, name)
+        program = self._compile(recorded, name)
 
         def run(*args: Any) -> Metrics:
             metrics = dict(program(*args))

@@ -4,17 +4,17 @@ The trainer's own model runs forward on meta; torch traces its compiled layers a
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
-from portable_fsdp.backends.contract import Backend, Fill, MakeOptimizer, ShardPolicy
+from portable_fsdp.backends.contract import Fill, ShardPolicy
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import prepare_layers
 from portable_fsdp.backends.native.unsharded import view_tables
@@ -44,11 +44,22 @@ def count_programs(config: Config) -> int | str:
         programs.append(graph)
         return graph.forward
 
-    with ranks(1, 1), NativeBackend("cpu", config, None) as engine:
+    def shard_on_meta(model: nn.Module, policy: ShardPolicy, _: Fill | None) -> nn.Module:
+        """Prepare the layers for one device, without FSDP2: the model stays on meta."""
+        if policy.tables:
+            view_tables(model, policy)
+        policy = replace(policy, compile_backend=cast(str, count))
+        prepare_layers(model, policy, (*policy.units, *policy.modules))
+        return model.to("meta")
+
+    nothing_steps = torch.optim.SGD([torch.empty(0)])
+    with (
+        ranks(1, 1),
+        NativeBackend("cpu", config, None) as engine,
+        patch.multiple(engine, shard_model=shard_on_meta, build_optimizer=lambda *_: nothing_steps),
+    ):
         try:
-            training = build_training(
-                config, cast(Backend, _OnMeta(engine, count)), 1, fill=False, rows=rows_of(config)
-            )
+            training = build_training(config, engine, 1, fill=False, rows=rows_of(config))
             batch = empty_batch(config, training, training.rows, "meta")
             with training.step.drawing() as run:
                 run(partial(training.task.scores, training.model), batch)
@@ -58,24 +69,3 @@ def count_programs(config: Config) -> int | str:
             return f"{error}".strip().partition("\n")[0] + where
     kinds = len(programs)
     return kinds if 0 < kinds <= MOST_PROGRAMS else f"its layers are {kinds} programs, expected 1 to {MOST_PROGRAMS}"
-
-
-class _OnMeta:
-    """The native backend, but for one device and without FSDP2: the model stays on meta."""
-
-    def __init__(self, backend: NativeBackend, compiler: Callable[..., Any]) -> None:
-        self._backend, self._compiler = backend, compiler
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
-        if policy.tables:
-            view_tables(model, policy)
-        prepare_layers(
-            model, replace(policy, compile_backend=cast(str, self._compiler)), (*policy.units, *policy.modules)
-        )
-        return model.to("meta")
-
-    def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD([torch.empty(0)])  # nothing steps

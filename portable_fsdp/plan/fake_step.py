@@ -14,7 +14,7 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, 
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, get_args
 from unittest.mock import patch
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from portable_fsdp.backends.contract import Backend, Batch, Fill, MakeOptimizer, ShardPolicy
+from portable_fsdp.backends.contract import Batch, Fill, MakeOptimizer, ShardPolicy
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import local_part, materialise, require_saved_ops
 from portable_fsdp.backends.state import dtype_name, state_key
@@ -192,7 +192,8 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
     recorder = Recorder(fake, device, kind, has_tf32=has_tf32)
     with ExitStack() as held:
         held.enter_context(ranks(target.devices, target.devices_per_host))
-        backend = held.enter_context(planned_backend(config, fake, recorder, whole, compiles=compiles))
+        planned = held.enter_context(planned_engine(config, fake, recorder, whole, compiles=compiles))
+        backend = planned.engine
         held.enter_context(_seen_by(recorder))
         # Newer DTensors propagate shapes on tensors of the active mode, which the recorder would count as memory.
         held.enter_context(patch(SHAPES_MODE, lambda: None, create=True))
@@ -213,39 +214,37 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
             placed = [backend.place(empty_batch(config, training, training.rows, "cpu")) for _ in range(micro_batches)]
             backend.fetch(step(placed, config.optim.lr, control_numbers(target.devices)))
             del placed
-    planned = cast(_Planned, backend)
     host_bytes = _host_bytes(training, planned.pattern) + (backend.offload.host_bytes if backend.offload else 0)
     return _Recorded(recorder, training, host_bytes, planned.pattern)
 
 
 @contextmanager
-def planned_backend(
+def planned_engine(
     config: Config, fake: FakeTensorMode, recorder: Recorder, whole: bool, *, compiles: bool = False
-) -> Generator[NativeBackend]:
-    """Open the native backend of rank 0 for fake tensors. `compiles`: the run compiles layers, though the plan is of an
+) -> Generator["_Planned"]:
+    """Open the native engine of rank 0 for fake tensors. `compiles`: the run compiles layers, though the plan is of an
     eager step."""
-    # The stand-in device is the CPU, for which the backend refuses flex; the model is built with its own attention.
-    with NativeBackend("cpu", with_value(config, "model.attention", "auto"), None) as opened:
-        opened.runs_blocks = compiles and recorder.is_gpu
-        yield cast(NativeBackend, _Planned(opened, fake, recorder, whole, compiles))
+    # The stand-in device is the CPU, for which the engine refuses flex; the model is built with its own attention.
+    with NativeBackend("cpu", with_value(config, "model.attention", "auto"), None) as engine:
+        engine.device, engine.runs_blocks = recorder.device, compiles and recorder.is_gpu
+        planned = _Planned(engine, fake, recorder, whole, compiles)
+        of_device = ("shard_model", "build_optimizer", "place", "compile", "clip_grad_norm")
+        with patch.multiple(engine, **{name: getattr(planned, name) for name in of_device}):
+            yield planned
 
 
 class _Planned:
-    """The native backend on fake tensors and a stand-in device; overrides the methods that need the real device."""
+    """What a native engine does on fake tensors and a stand-in device, in place of the methods that need the device."""
 
     def __init__(
-        self, backend: NativeBackend, fake: FakeTensorMode, recorder: Recorder, whole: bool, compiles: bool
+        self, engine: NativeBackend, fake: FakeTensorMode, recorder: Recorder, whole: bool, compiles: bool
     ) -> None:
-        self._backend, self._fake, self._recorder, self._whole = backend, fake, recorder, whole
+        self.engine, self._fake, self._recorder, self._whole = engine, fake, recorder, whole
         self._compiles = compiles
         self.pattern: Pattern | None = None
-        backend.device = recorder.device
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
-        device = self._backend.device
+        device = self.engine.device
         require_saved_ops(policy, compiles=self._compiles)
         if not self._whole and (pattern := find_pattern(model, policy)):
             policy, self.pattern = keep(model, policy, pattern), pattern
@@ -254,7 +253,7 @@ class _Planned:
                 if buffer is not None:
                     module._buffers[name] = self._fake.from_tensor(buffer)
         with patch("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh", lambda _: device):
-            model = self._backend.shard_model(model, policy, None)
+            model = NativeBackend.shard_model(self.engine, model, policy, None)
         with self._fake, self._recorder, self._recorder.making("weights", "the model"):
             materialise(model, policy, device)
         return model
@@ -271,20 +270,17 @@ class _Planned:
         if pattern := self.pattern:
             groups = [group | {"params": [*pattern.as_kept(group["params"])]} for group in groups]
         with self._fake, self._recorder, self._recorder.making("optimizer", "the optimizer"):
-            return self._backend.build_optimizer(as_on_device, groups)
-
-    def place_control(self, values: Sequence[float]) -> Tensor:
-        return Backend.place_control(cast(Backend, self), values)
+            return NativeBackend.build_optimizer(self.engine, as_on_device, groups)
 
     def place(self, batch: Batch, axes: Sequence[str] = ()) -> Batch:
         with self._recorder.making("activations", "the batch"), self._fake:  # the batch's tensors aren't fake yet
             return {
-                name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self._backend.device)
-                for name, tensor in self._backend.split_tokens(batch).items()
+                name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self.engine.device)
+                for name, tensor in self.engine.split_tokens(batch).items()
             }
 
     def compile(self, fn: Any, name: str) -> Any:
-        run = self._backend.compile(fn, name)
+        run = NativeBackend.compile(self.engine, fn, name)
 
         def counted(*args: Any) -> Any:
             self._recorder.begin("program")
@@ -294,7 +290,7 @@ class _Planned:
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         with self._recorder.making("temporaries", "clipping of gradients"):
-            return self._backend.clip_grad_norm(model, limit)
+            return NativeBackend.clip_grad_norm(self.engine, model, limit)
 
 
 def _name(recorder: Recorder, training: Training) -> None:
