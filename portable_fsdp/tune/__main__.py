@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from statistics import median
 
@@ -156,7 +157,7 @@ class Candidate:
 
     settings: Settings  # what differs from the config
     expected: float | None = None  # seconds of a step, by plan; None: the hardware's speed isn't known
-    seconds: float | None = None  # median of a step; on CPUs process 0's processor time, which others disturb less
+    seconds: float = math.inf  # median of a step; on CPUs process 0's processor time, which others disturb less
     spread: float | None = None  # largest less smallest, seconds
     trials: int = 0  # `seconds` and `spread` are those of the fastest
     memory_bytes: int | None = None  # peak of the fullest device of process 0
@@ -185,7 +186,7 @@ class Tuner:
         self._bound = bounds(config).loss
         self._plans = plans
         self._target: Target | None = None  # of plans; None: the speed that this hardware reaches isn't known
-        self._number = 0  # of trials, for the log
+        self._numbers = count(1)  # of trials, for the log
         self.is_interrupted, self.problem_of_file = False, ""
 
     def run(self) -> None:
@@ -217,32 +218,30 @@ class Tuner:
         """Measure those near the fastest again; return the settings and seconds of the one that is the fastest then."""
         while self._has_time:
             usable = [each for each in self.candidates if not each.problem]
-            limit_s = NEAR * min(map(_seconds, usable))
-            near = [each for each in usable if _seconds(each) <= limit_s and each.trial_s < self._left]
+            limit_s = NEAR * min(each.seconds for each in usable)
+            near = [each for each in usable if each.seconds <= limit_s and each.trial_s < self._left]
             candidate = min(near, key=lambda each: (each.trials, each.seconds), default=None)
             if candidate is None or candidate.trials >= TRIALS:
                 break
-            self._announce(f"{candidate.words} (again)")
             again = Candidate(candidate.settings, trial_s=candidate.trial_s)
-            self._try(again)
+            self._try(again, is_first=False)
             candidate.trials += again.problem != TIME_IS_OVER
             if again.problem.startswith((OUT_OF_MEMORY, LOSS)) and len(usable) > 1:
                 candidate.problem = again.problem  # other problems, as of a busy host, say less than what ran before
-            elif _seconds(again) < _seconds(candidate):
+            elif again.seconds < candidate.seconds:
                 candidate.seconds, candidate.spread = again.seconds, again.spread
             self._write()
         fastest = _fastest(self.candidates)
-        return own(with_settings(self._config, fastest.settings)), _seconds(fastest)
+        return own(with_settings(self._config, fastest.settings)), fastest.seconds
 
     @property
     def table(self) -> str:
         """A row per candidate, the fastest first."""
         seconds_title = "processor s a step" if self._place.device == "cpu" else "s a step"
         rows = [("settings", "expected s", seconds_title, "spread", "trials", "GiB", "loss differs by", "")]
-        for each in sorted(self.candidates, key=lambda each: (bool(each.problem), _seconds(each))):
-            expected, seconds, spread = (
-                "-" if value is None else f"{value:.4f}" for value in (each.expected, each.seconds, each.spread)
-            )
+        for each in sorted(self.candidates, key=lambda each: (bool(each.problem), each.seconds)):
+            figures = (each.expected, each.seconds, each.spread)
+            expected, seconds, spread = ("-" if value in (None, math.inf) else f"{value:.4f}" for value in figures)
             memory = "-" if each.memory_bytes is None else f"{each.memory_bytes / 2**30:.2f}"
             loss = "-" if each.loss_difference is None else f"{each.loss_difference:.1g}"
             rows.append((each.words, expected, seconds, spread, str(each.trials), memory, loss, each.problem))
@@ -314,12 +313,9 @@ class Tuner:
         settings = self._settings(settings)
         known = next((c for c in self.candidates if c.settings == settings), None)
         if known is None:
-            config = with_settings(self._given, settings)
-            if not self._has_time or refusals(config, self._place):
+            if not self._has_time or refusals(with_settings(self._given, settings), self._place):
                 return None
             known = Candidate(settings)
-            self._announce(known.words)
-            known.expected, known.problem = self._expected(config)
             self._try(known)
             self.candidates.append(known)
             self._write()
@@ -327,13 +323,13 @@ class Tuner:
             return math.inf if known.problem.startswith(OUT_OF_MEMORY) else None
         return known.seconds
 
-    def _announce(self, words: str) -> None:
-        self._number += 1
-        to_stderr(f"{self._number}: {words}")
-
-    def _try(self, candidate: Candidate) -> None:
-        """Run a candidate, unless it has a problem, and fill in what it shows."""
-        began, config = time.monotonic(), with_settings(self._given, candidate.settings)
+    def _try(self, candidate: Candidate, *, is_first: bool = True) -> None:
+        """Run a candidate, unless its plan shows a problem, and fill in what it shows."""
+        to_stderr(f"{next(self._numbers)}: {candidate.words}{'' if is_first else ' (again)'}")
+        config = with_settings(self._given, candidate.settings)
+        if is_first:
+            candidate.expected, candidate.problem = self._expected(config)
+        began = time.monotonic()
         try:
             check_config(config, self._place)
             limit = self._left
@@ -408,11 +404,7 @@ def _reason(text: str) -> str:
 
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate:
-    return min((each for each in candidates if not each.problem), key=_seconds)
-
-
-def _seconds(candidate: Candidate) -> float:
-    return math.inf if candidate.seconds is None else candidate.seconds
+    return min((each for each in candidates if not each.problem), key=lambda each: each.seconds)
 
 
 def _chosen(candidates: Sequence[Candidate], mine: Settings) -> Settings:
@@ -421,7 +413,7 @@ def _chosen(candidates: Sequence[Candidate], mine: Settings) -> Settings:
     best, own_s = _fastest(candidates), _seconds_of(candidates, mine)
     if not any(each.settings == mine and each.problem != TIME_IS_OVER for each in candidates):
         return {}
-    return mine if own_s and best.seconds and own_s <= NOISE * best.seconds else best.settings
+    return mine if own_s and own_s <= NOISE * best.seconds else best.settings
 
 
 def _seconds_of(candidates: Sequence[Candidate], settings: Settings) -> float | None:
