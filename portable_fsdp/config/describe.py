@@ -82,17 +82,20 @@ def with_settings(config: Config, settings: Mapping[str, str]) -> Config:
     return config
 
 
+AUTO = {"train.micro_batch": "1", "memory.gradient_checkpointing": "full", "compile.enabled": "false"}
+"""Keys whose `auto` a run resolves by plan, once its engine is open (`train/auto.py`), with the values of a config that
+nothing plans: all layers recomputed, not compiled, a row at a time."""
+
+
 def autos(config: Config) -> tuple[str, ...]:
-    """Return the keys whose `auto` a run resolves by plan, once its engine is open (`train/auto.py`)."""
-    keys = ("train.micro_batch", "memory.gradient_checkpointing", "compile.enabled")
-    return tuple(key for key in keys if value_of(config, key) == "auto")
+    """Return the keys of AUTO that are `auto`."""
+    return tuple(key for key in AUTO if value_of(config, key) == "auto")
 
 
 def without_plan(config: Config) -> Config:
-    """Return the config with the values of `auto` where nothing plans: all layers recomputed (those of an own model
-    may not be alike: none), not compiled, a row at a time."""
-    mode = "none" if config.model.factory else "full"
-    values = {"train.micro_batch": "1", "memory.gradient_checkpointing": mode, "compile.enabled": "false"}
+    """Return the config with the values of AUTO for `auto`; of an own model, whose layers may not be alike, none is
+    recomputed."""
+    values = AUTO | ({"memory.gradient_checkpointing": "none"} if config.model.factory else {})
     return with_settings(config, {key: values[key] for key in autos(config)})
 
 

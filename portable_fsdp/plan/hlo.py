@@ -159,18 +159,6 @@ def rematerialised(hlo_text: str) -> int:
 @lru_cache(maxsize=1)  # every function above calls it; the largest program has 20 MB of text
 def read_program(hlo_text: str) -> tuple[Computations, Counter[str]]:
     """Parse the computations, and count how often each runs. Raises ValueError for a text without an entry."""
-    computations = _read_computations(hlo_text)
-    return computations, _times_run(computations)
-
-
-def all_instructions(hlo_text: str) -> Iterator[tuple[int, Instruction]]:
-    """Yield every instruction, with the number of times it runs."""
-    computations, runs = read_program(hlo_text)
-    for name, instructions in computations.items():
-        yield from ((runs[name], instruction) for instruction in instructions)
-
-
-def _read_computations(hlo_text: str) -> Computations:
     computations: defaultdict[str, list[Instruction]] = defaultdict(list)
     name = ""
     for line in hlo_text.splitlines():
@@ -183,7 +171,14 @@ def _read_computations(hlo_text: str) -> Computations:
             computations[name].append(Instruction(name, *match.groups()))
     if ENTRY not in computations:
         raise ValueError(f"expected the text of an HLO module with an ENTRY, found {hlo_text[:80]!r}")
-    return computations
+    return computations, _times_run(computations)
+
+
+def all_instructions(hlo_text: str) -> Iterator[tuple[int, Instruction]]:
+    """Yield every instruction, with the number of times it runs."""
+    computations, runs = read_program(hlo_text)
+    for name, instructions in computations.items():
+        yield from ((runs[name], instruction) for instruction in instructions)
 
 
 def _times_run(computations: Computations) -> Counter[str]:

@@ -16,7 +16,7 @@ from statistics import median
 
 from portable_fsdp.backends.open import count_devices, resolve, spec_of
 from portable_fsdp.backends.refusals import Deployment, refusals
-from portable_fsdp.config.describe import Settings, changed_values, with_settings, without_plan
+from portable_fsdp.config.describe import AUTO, Settings, changed_values, with_settings, without_plan
 from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import read_config
@@ -30,7 +30,7 @@ from portable_fsdp.parity.record import (
     relative_difference,
     without_side_effects,
 )
-from portable_fsdp.plan.planner import CHECKPOINTING, COMPILE, ROWS, fastest_that_fits, make_plan
+from portable_fsdp.plan.planner import fastest_that_fits, make_plan
 from portable_fsdp.plan.result import Plan
 from portable_fsdp.plan.target import Target, parse_target
 from portable_fsdp.plan.time import rates_of
@@ -288,7 +288,7 @@ class Tuner:
         """Yield what `auto` takes on these devices; nothing if no plan knows their speed."""
         if self._target is None:
             return
-        config = with_settings(self._config, first | dict.fromkeys((CHECKPOINTING, COMPILE, ROWS), "auto"))
+        config = with_settings(self._config, first | dict.fromkeys(AUTO, "auto"))
         least_s = 0.6 * self._left  # most of the time is for measurements
 
         def plan_of(settings: Settings) -> Plan:

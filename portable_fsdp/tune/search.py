@@ -19,10 +19,8 @@ RECOMPUTATION = ("memory.save_ops", "memory.every", "memory.classes", "memory.bu
 STRATEGY, ATTENTION, PREFETCH = "sharding.strategy", "model.attention", "sharding.forward_prefetch"
 OFFLOAD, CPU_OFFLOAD, REDUCE = "memory.offload", "memory.cpu_offload", "precision.reduce"
 TUNED = (
-    *("memory.gradient_checkpointing", "memory.save_ops", "memory.every", "memory.budget", "memory.classes"),
-    *("memory.offload", "memory.cpu_offload", "compile.enabled", "compile.backend", "compile.cache_dir"),
-    *("compile.scan_layers", "train.micro_batch", "sharding.strategy", "sharding.forward_prefetch"),
-    *("model.attention", "precision.reduce"),
+    *(CHECKPOINTING, *RECOMPUTATION, OFFLOAD, CPU_OFFLOAD, *COMPILER, ROWS),
+    *(STRATEGY, PREFETCH, ATTENTION, REDUCE),
 )
 """The keys that a tuning may change: none changes the curve beyond the rounding of the config's dtypes."""
 NEAR = 1.15
