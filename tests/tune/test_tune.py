@@ -210,34 +210,29 @@ class TimesByRule:
         )
 
 
-def tuned(folder: Path, *overrides: str, devices: int = 2) -> Tuner:
-    """A tuning of CONFIG that has ended."""
-    path, place = folder / "small.yaml", Deployment("native", "cpu", devices, 1)
+def tuned(path: Path, config: Config, devices: int) -> Tuner:
+    """A tuning that has ended."""
+    place = Deployment("native", "cpu", devices, 1)
     with Worker() as plans:
-        tuner = Tuner(path, load_config(path, overrides), place, cast(Runner, TimesByRule()), plans, 60, "")
+        tuner = Tuner(path, config, place, cast(Runner, TimesByRule()), plans, 60, "")
         tuner.run()
     return tuner
 
 
-def test_candidates_near_the_fastest_are_measured_three_times(tmp_path: Path) -> None:
-    written(tmp_path)
-    tuner = tuned(tmp_path)
+def test_candidates_near_the_fastest_are_measured_three_times_and_the_fastest_is_written(tmp_path: Path) -> None:
+    """With overrides of the command line, and with what measuring leaves out; keys that nobody set aren't in it."""
+    path = written(tmp_path)
+    given = load_config(path, ["observe.trackers=[tensorboard]", "optim.lr=0.1"])
+    tuner = tuned(path, given, devices=2)
     by_words = {each.words: each for each in tuner.candidates}
     best = by_words["train.micro_batch=2 sharding.strategy=NO_SHARD"]
-    assert f"# Changed: {best.words}\n" in tuner.file.read_text()
     assert (best.seconds, best.trials, best.problem) == (0.2, 3, "")
     out_of_memory = by_words["train.micro_batch=2 sharding.strategy=SHARD_GRAD_OP"]
     assert (out_of_memory.trials, out_of_memory.problem) == (2, "out of memory")
     assert by_words["memory.gradient_checkpointing=full"].trials == 1  # too slow for a second
-
-
-def test_the_written_config_is_the_given_one_with_what_was_fastest(tmp_path: Path) -> None:
-    """With overrides of the command line, and with what measuring leaves out; keys that nobody set aren't in it."""
-    overrides = ("observe.trackers=[tensorboard]", "optim.lr=0.1")
-    given, tuner = load_config(written(tmp_path), overrides), tuned(tmp_path, *overrides)
-    chosen = {"train.micro_batch": "2", "sharding.strategy": "NO_SHARD"}
-    assert load_config(tuner.file) == with_settings(given, chosen)
-    assert "weight_decay" not in tuner.file.read_text()
+    assert f"# Changed: {best.words}\n" in (text := tuner.file.read_text())
+    assert "weight_decay" not in text
+    assert load_config(tuner.file) == with_settings(given, best.settings)
 
 
 def test_a_slice_of_several_hosts_is_refused(
@@ -250,8 +245,9 @@ def test_a_slice_of_several_hosts_is_refused(
 
 
 def test_a_file_that_cant_be_written_doesnt_end_the_tuning(tmp_path: Path) -> None:
-    written(tmp_path).with_suffix(".tuned.yaml").mkdir()
-    tuner = tuned(tmp_path, devices=1)
+    path = written(tmp_path)
+    path.with_suffix(".tuned.yaml").mkdir()
+    tuner = tuned(path, load_config(path), devices=1)
     assert len(tuner.candidates) > 2
     assert tuner.problem_of_file == f"{tuner.file}: can't be written: Is a directory"
 
