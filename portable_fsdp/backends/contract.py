@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from portable_fsdp.backends.refusals import Deployment
     from portable_fsdp.config.schema import Config
     from portable_fsdp.optim.counting import LossScaler
-    from portable_fsdp.quantised.tables import ByteTable
+    from portable_fsdp.quantised import ByteTable
     from portable_fsdp.tensor_plan import TensorPlan
 
 T = TypeVar("T")

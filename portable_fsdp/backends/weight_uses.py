@@ -22,7 +22,7 @@ from portable_fsdp.layout import Spec, weight_spec
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
-    from portable_fsdp.quantised.layers import AtUse
+    from portable_fsdp.quantised import AtUse
 
 
 class Use(NamedTuple):

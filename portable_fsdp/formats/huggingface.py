@@ -27,7 +27,7 @@ from portable_fsdp.models.expert_adapters import expert_products
 from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained
 from portable_fsdp.models.tensor_files import INDEX, SINGLE, require_as_exported
 from portable_fsdp.models.weights import RandomWeights, WeightFill, plain_name
-from portable_fsdp.quantised.layers import holds_inputs_first
+from portable_fsdp.quantised import holds_inputs_first
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.files import read_inside, write_text_atomically
 from portable_fsdp.runtime.hub import import_transformers, is_hub_id, local_folder

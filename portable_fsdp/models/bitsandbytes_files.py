@@ -15,7 +15,7 @@ from torch import Tensor
 from portable_fsdp.layout import full_region
 from portable_fsdp.models.quantised import Nested, StoredWeight, as_quantised
 from portable_fsdp.models.weights import TensorFile, TensorSlices
-from portable_fsdp.quantised.tables import NF4, nested_levels
+from portable_fsdp.quantised import NF4, nested_levels
 from portable_fsdp.runtime.errors import ConfigError
 
 _STATE, _SCALES = ".quant_state.bitsandbytes__", "SCB"

@@ -41,7 +41,7 @@ from portable_fsdp.models.weights import (
     plain_name,
     seeded,
 )
-from portable_fsdp.quantised.layers import holds_inputs_first
+from portable_fsdp.quantised import holds_inputs_first
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.files import parse_json, read_inside
 from portable_fsdp.runtime.hub import local_folder

@@ -18,7 +18,7 @@ from portable_fsdp.config.describe import matching
 from portable_fsdp.config.schema import Config, Sharding
 from portable_fsdp.models.lora import is_adapter
 from portable_fsdp.models.wrap import find_layers
-from portable_fsdp.quantised.layers import holds_inputs_first
+from portable_fsdp.quantised import holds_inputs_first
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.tensor_plan import (
     COLWISE,

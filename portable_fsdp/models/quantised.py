@@ -19,8 +19,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import Region, Spec, full_region, weight_spec
 from portable_fsdp.models.experts import expert_modules
 from portable_fsdp.models.weights import Base, BuiltModel, TensorSlices, WeightFill, names_of_weights, plain_name
-from portable_fsdp.quantised.layers import is_linear
-from portable_fsdp.quantised.tables import BLOCK, NESTED, NF4, ByteTable, constants, dequantise, nested_levels
+from portable_fsdp.quantised import BLOCK, NESTED, NF4, ByteTable, constants, dequantise, is_linear, nested_levels
 from portable_fsdp.runtime.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # a run loads those that it needs
     from portable_fsdp.models.dropout import Draws
     from portable_fsdp.models.routers import Routers
     from portable_fsdp.models.weights import Base
-    from portable_fsdp.quantised.tables import ByteTable
+    from portable_fsdp.quantised import ByteTable
     from portable_fsdp.train.row_trial import RowTrial
 
 log = logging.getLogger("portable_fsdp")
@@ -395,7 +395,7 @@ def _laid_out(
         need = memory_need(model, make, groups, eager=eager, tables=policy.tables)
         require_memory(config, backend, need)
     if policy.tables:
-        from portable_fsdp.quantised.layers import place
+        from portable_fsdp.quantised import place
 
         place(model, policy.tables)
     return backend.shard_model(model, policy, fill), backend.build_optimizer(make, groups)

@@ -20,7 +20,7 @@ from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.host import host_identity, host_memory_bytes, in_units
 
 if TYPE_CHECKING:
-    from portable_fsdp.quantised.tables import ByteTable
+    from portable_fsdp.quantised import ByteTable
 
 log = logging.getLogger("portable_fsdp")
 

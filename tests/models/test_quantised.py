@@ -16,8 +16,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import full_region
 from portable_fsdp.models.build import build_model
 from portable_fsdp.models.quantised import TableFill, with_tables
-from portable_fsdp.quantised.layers import place
-from portable_fsdp.quantised.tables import ByteTable, constants, dequantise, expand, expanded, scaled
+from portable_fsdp.quantised import ByteTable, constants, dequantise, expand, expanded, place, scaled
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.build import shard_policy
 

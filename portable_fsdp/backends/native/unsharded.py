@@ -180,7 +180,7 @@ def _storage(tensor: Tensor) -> int:
 def view_tables(model: nn.Module, policy: ShardPolicy) -> None:
     """View each table, on meta, as the compute dtype of its module, so that FSDP2 doesn't cast it. Raises BackendError
     for experts in compiled layers."""
-    from portable_fsdp.quantised.layers import quantised_modules
+    from portable_fsdp.quantised import quantised_modules
 
     for name, module in quantised_modules(model).items():
         if policy.compile_backend is not None and not module.quantised.in_forward:
@@ -195,7 +195,7 @@ def view_tables(model: nn.Module, policy: ShardPolicy) -> None:
 
 def dequantise_experts(model: nn.Module, policy: ShardPolicy) -> None:
     """Let modules of experts in units use dequantised weights, which autograd doesn't keep."""
-    from portable_fsdp.quantised.layers import quantised_modules
+    from portable_fsdp.quantised import quantised_modules
 
     casts, modules = Casts(), quantised_modules(model)
     experts = {name: module for name, module in modules.items() if not module.quantised.in_forward}

@@ -16,8 +16,7 @@ from portable_fsdp.backends.torch_xla.spmd.forward import Barrier
 from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts, as_operation
 from portable_fsdp.backends.weight_uses import dtype_of
 from portable_fsdp.layout import Region, Spec
-from portable_fsdp.quantised.layers import quantised_modules
-from portable_fsdp.quantised.tables import BLOCK, NF4, ByteTable, expand, expanded, scaled
+from portable_fsdp.quantised import BLOCK, NF4, ByteTable, expand, expanded, quantised_modules, scaled
 
 
 def use_tables(model: nn.Module, policy: ShardPolicy, layouts: Layouts, barrier: Barrier) -> None:

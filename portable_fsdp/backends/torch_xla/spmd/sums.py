@@ -32,7 +32,7 @@ from portable_fsdp.backends.state import dtype_name
 from portable_fsdp.backends.torch_xla.spmd.forward import Copies, Mark
 from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts, as_operation, laid_out
 from portable_fsdp.backends.weight_uses import Use
-from portable_fsdp.quantised.layers import holds_inputs_first, is_linear
+from portable_fsdp.quantised import holds_inputs_first, is_linear
 from portable_fsdp.runtime.errors import BackendError
 
 _AXES = ("replicate", "shard")
