@@ -140,7 +140,7 @@ class ShardPolicy:
     tables: Mapping[str, "ByteTable"] = field(default_factory=lambda: {})  # parameters that hold quantised weights
     tensor: "TensorPlan | None" = None  # None: no axis `tensor`
     require_plan: Callable[[Callable[..., Tensor]], None] | None = None
-    """`models.plan_trial.require_plan` of this model: an engine that splits it by `tensor` gives its `RunParts`"""
+    """`models.trials.require_plan` of this model: an engine that splits it by `tensor` gives its `RunParts`"""
     experts: tuple[str, ...] = ()  # modules whose weights `expert_spec` lays out; an engine may run its own products
     process_experts: Callable[[int, float | None, Callable[[Tensor], Tensor]], Any] | None = None
     """`models.experts.OneDevice`: experts of processes that exchange rows"""

@@ -19,6 +19,12 @@ STATIC = "portable_fsdp_static"
 FLEX = "portable_fsdp_flex"  # attention over blocks, `document_masks.block_attention`
 MASKED = "portable_fsdp_masked"  # transformers' own SDPA under masks that are made without a read on the host
 
+STATIC_TYPES = frozenset(
+    {"deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "mixtral"}
+    | {"olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"}
+)
+"""Types of models whose own attention is equal to the static one: they need no trial. A test runs it for each."""
+
 _MASKED = -1e30  # far below any score, and finite: a fully masked row gives no NaN
 
 

@@ -25,6 +25,7 @@ from portable_fsdp.models.architecture import config_to_json, last_line, mapping
 from portable_fsdp.models.attention import (
     FLEX,
     STATIC,
+    STATIC_TYPES,
     register_masked_attention,
     register_static_attention,
 )
@@ -190,15 +191,17 @@ def _documents(made: _Made, asked: _Asked) -> DocumentArguments | None:
     apart, or whose rows devices can't split."""
     attention = made.model.config._attn_implementation
     if asked.context > 1:
-        from portable_fsdp.models.context import require_rows_that_split
+        from portable_fsdp.models.trials import require_rows_that_split
 
         require_rows_that_split(made.model, made.make, asked.seq_len, asked.context)
     if not (asked.packs_documents or attention == FLEX or asked.context > 1):
         return None
-    from portable_fsdp.models.document_masks import document_arguments, require_documents_apart, windows_of
+    from portable_fsdp.models.document_masks import document_arguments, windows_of
 
     windows = windows_of(made.twin, asked.seq_len) if attention == FLEX else ()
     if asked.packs_documents:
+        from portable_fsdp.models.trials import require_documents_apart
+
         require_documents_apart(made.model, made.make, eager=asked.eager)
     kinds = {"eager": asked.eager, "packs": asked.packs_documents, "splits_rows": asked.context > 1}
     return document_arguments(attention, DTYPES[asked.precision.compute], **kinds, windows=windows)
@@ -404,9 +407,10 @@ def _make_with(attention: str, config: Any, task: Task, seq_len: int, seq_len_ke
     make = partial(_make, config, task=task, seq_len=seq_len, seq_len_key=seq_len_key)
     try:
         made = make(attention)
-        if made.model.config._attn_implementation not in (STATIC, FLEX):
+        chosen = made.model.config
+        if chosen._attn_implementation not in (STATIC, FLEX) or chosen.model_type in STATIC_TYPES:
             return made
-        from portable_fsdp.models.own_attention import find_difference
+        from portable_fsdp.models.trials import find_difference
 
         if not (problem := find_difference(made.model, partial(make_model, task=task))):
             return made
@@ -504,7 +508,7 @@ def _check_causal(model: nn.Module, task: Task) -> None:
     flags = [flag for module in model.modules() if isinstance(flag := getattr(module, "is_causal", None), bool)]
     if not flags or any(flags):
         return
-    from portable_fsdp.models.own_attention import is_causal
+    from portable_fsdp.models.trials import is_causal
 
     # A mask that the model makes may be causal all the same (GIT, BigBird-Pegasus).
     if not is_causal(model, partial(make_model, task=task)):

@@ -1,20 +1,14 @@
-"""Masks of documents that share a row: the arguments that keep them apart in attention, attention over blocks, and a
-trial that the model applies them.
+"""Masks of documents that share a row: the arguments that keep them apart in attention, and attention over blocks.
 
-The trial runs a small copy of the model, so no list of architectures is needed. It detects a state that carries over
-from one document to the next (Mamba), a model's own attention (Bloom), and positions that the model counts itself.
+`trials.require_documents_apart` tries that the model applies them.
 """
 
-import copy
-import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
@@ -22,12 +16,6 @@ from portable_fsdp.attach import draws_attention
 from portable_fsdp.models.attention import FLEX, STATIC, document_bias
 from portable_fsdp.models.loss import DocumentArguments
 from portable_fsdp.runtime.errors import ConfigError
-
-_LENGTHS, _PADDING = (5, 8), 3  # tokens of the trial's documents, and after them
-_WINDOW = 3  # tokens: shorter than the documents, so that it matters
-_LAYERS, _WIDTH, _VOCABULARY = 4, 32, 64  # maxima of the small model
-_BOUND = 1e-4  # relative to the largest logit: a hundred times float32's rounding
-_SIZES_INSIDE = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner", "ffn_dim")
 
 
 def document_arguments(
@@ -66,125 +54,6 @@ def document_arguments(
     if attention == FLEX:
         return blocks
     return mask if packs or splits_rows else None
-
-
-def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: bool) -> None:
-    """Raise ConfigError if a small copy of `model` lets documents of one row see each other.
-
-    `build(config)` returns a model of that transformers config on the host, in float32.
-    """
-
-    def alone(copied: Any) -> Tensor:
-        """The logits of each document in its own row, one after the other."""
-        return torch.cat([copied(input_ids=ids, use_cache=False).logits for ids in _documents()], dim=1)
-
-    if problem := try_small_copies(model, build, alone, partial(_difference, eager=eager)):
-        raise ConfigError(
-            f"data.packing=documents: {type(model).__name__} doesn't keep the documents of a row apart: {problem}.\n"
-            "  Set data.packing=none (one document per row, padded)."
-        )
-
-
-def _difference(model: Any, alone: Tensor, *, eager: bool) -> str:
-    """Describe how the logits of both documents in one row differ from `alone`; empty if they don't."""
-    attention, windows = model.config._attn_implementation, (None, _WINDOW)
-    make = document_arguments(attention, torch.float32, eager=eager, packs=True, windows=windows)
-    numbers = [*(number for number, length in enumerate(_LENGTHS, 1) for _ in range(length)), *[0] * _PADDING]
-    positions = [place for length in (*_LENGTHS, _PADDING) for place in range(length)]
-    ids = torch.cat([*_documents(), torch.zeros(1, _PADDING, dtype=torch.int64)], dim=1)
-    try:
-        arguments = make(ids, torch.tensor([positions]), torch.tensor([numbers])) if make else {}
-        packed = model(input_ids=ids, use_cache=False, **arguments).logits
-    except Exception as error:
-        return f"it accepts no mask of documents ({type(error).__name__}: {error})"
-    difference = float((packed[:, : sum(_LENGTHS)] - alone).abs().max() / alone.abs().max())
-    return "" if difference < _BOUND else f"logits differ by {difference:.2g} of the largest, more than {_BOUND:g}"
-
-
-def _documents() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, _VOCABULARY, (1, length), generator=generator) for length in _LENGTHS]
-
-
-def try_small_copies(
-    model: Any,
-    build: Callable[[Any], Any],
-    run: Callable[[Any], Tensor],
-    compare: Callable[[Any, Tensor], str],
-    change: Callable[[Any], object] = lambda config: None,
-) -> str:
-    """Return `compare(copy, run(copy))` of the first small copy of `model` that runs, or why none does.
-
-    `build(config)` returns a model on the host, in float32; `change(config)` adapts each config in place. Weights get
-    random values, large enough that a position seen by mistake changes the outputs.
-    """
-    problem = ""
-    with torch.no_grad(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        # On the CPU attention over blocks runs uncompiled, and torch warns.
-        warnings.filterwarnings("ignore", message=r"flex_attention called without torch\.compile", category=UserWarning)
-        for narrow in (True, False):
-            torch.manual_seed(0)
-            try:
-                config = _small_config(model.config, narrow)
-                change(config)
-                copied = build(config).eval()
-                for weight in copied.parameters():
-                    scale = 1 / math.sqrt(weight.shape[-1]) if weight.dim() > 1 else 0.1
-                    weight.add_(torch.randn(weight.shape) * scale)
-                result = run(copied)
-            except Exception as error:  # this model refuses the sizes
-                problem = f"a small copy can't run ({type(error).__name__}: {error})"
-            else:
-                return compare(copied, result)
-    return problem
-
-
-def _small_config(config: Any, narrow: bool) -> Any:
-    """Return a config to try; `narrow`: with fewer heads of the same width, else of the model's own width."""
-    whole = copy.deepcopy(config)
-    small = whole.get_text_config(decoder=True)
-    _cut_layers(small, _LAYERS)
-    small.vocab_size = _VOCABULARY
-    for key in _SIZES_INSIDE:
-        if isinstance(size := getattr(small, key, None), int):
-            setattr(small, key, min(size, _WIDTH))
-    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):  # outside the small vocabulary
-        try:
-            setattr(small, key, None)
-        except StrictDataclassFieldValidationError:  # the class takes numbers only
-            setattr(small, key, _VOCABULARY - 1)
-    for key in ("sliding_window", "attention_chunk_size"):
-        if isinstance(getattr(small, key, None), int):
-            setattr(small, key, _WINDOW)
-    if narrow:
-        _cut_heads(small)
-    return whole
-
-
-def _cut_layers(config: Any, most: int) -> None:
-    """Keep the first `most` layers, or more until there is one of each kind."""
-    layers = config.num_hidden_layers
-    lists = {key: value for key, value in config.to_dict().items() if isinstance(value, list) and len(value) == layers}
-    kinds = {key: value for key, value in lists.items() if all(isinstance(kind, str | int) for kind in value)}
-    firsts = [value.index(kind) + 1 for value in kinds.values() for kind in set(value)]
-    kept = min(layers, max([most, *firsts]))
-    for key, value in kinds.items():
-        setattr(config, key, value[:kept])
-    config.num_hidden_layers = kept
-
-
-def _cut_heads(config: Any) -> None:
-    """Keep one or two groups of heads, with the same width."""
-    heads = getattr(config, "num_attention_heads", None)
-    groups = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
-    if not isinstance(heads, int) or not isinstance(groups, int):
-        return
-    share = groups // 2 if groups % 2 == 0 else groups
-    if heads % share or config.hidden_size % share:
-        return
-    for key in ("num_attention_heads", "num_key_value_heads", "num_kv_heads", "hidden_size", "word_embed_proj_dim"):
-        if isinstance(size := getattr(config, key, None), int) and size % share == 0:
-            setattr(config, key, size // share)
 
 
 # ----------------------------------------------------------------------------------------------- attention over blocks

@@ -29,7 +29,7 @@ from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
 from portable_fsdp.layout import BatchSplit, no_padding, split_batch, split_note, weight_spec
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.attention import FLEX, attend
-from portable_fsdp.models.build import build_model
+from portable_fsdp.models.build import build_model, make_model
 from portable_fsdp.models.experts import OneDevice, expert_layouts, expert_modules
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.tasks import CAUSAL_LM, SINGLE_LABEL, Task, find_task, is_decoder_only, with_problem
@@ -418,10 +418,10 @@ def shard_policy(config: Config, model: nn.Module, base: "Base | None" = None) -
     tensor = trial = None
     if sharding.tensor > 1:
         from portable_fsdp.models.parallel import tensor_plan
-        from portable_fsdp.models.plan_trial import require_plan
+        from portable_fsdp.models.trials import require_plan
 
         tensor = tensor_plan(model, config)
-        trial = partial(require_plan, model, config, tensor)
+        trial = partial(require_plan, model, config, tensor, make_model)
     experts = expert_modules(model) if config.model.experts == "auto" else ()
     units = find_units(model, sharding)
     if config.model.lora is not None:

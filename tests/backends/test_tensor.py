@@ -23,9 +23,9 @@ from portable_fsdp.backends.native.groups import Group as TensorGroup
 from portable_fsdp.backends.native.tensor import run_parts, split_model, sum_gradients
 from portable_fsdp.backends.state import parameter_slots, put_parameter
 from portable_fsdp.config.schema import TensorWord
-from portable_fsdp.models.build import build_model
+from portable_fsdp.models.build import build_model, make_model
 from portable_fsdp.models.parallel import tensor_plan
-from portable_fsdp.models.plan_trial import require_plan
+from portable_fsdp.models.trials import require_plan
 from portable_fsdp.models.weights import BuiltModel
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.tensor_plan import WORDS
@@ -256,7 +256,7 @@ BY_HEADS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {  # q, k and 
 def try_plan(architecture: dict[str, Any], words: dict[str, str]) -> None:
     """Raises ConfigError for a plan by which a small copy of the model can't run in parts, or computes otherwise."""
     made, config = built("llama", **{"sharding.tensor": 2, "model.architecture": architecture, P: words})
-    require_plan(made.model, config, tensor_plan(made.model, config), run_parts)
+    require_plan(made.model, config, tensor_plan(made.model, config), make_model, run_parts)
 
 
 @pytest.mark.parametrize("name", BY_HEADS)

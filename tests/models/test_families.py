@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.config.schema import Model
-from portable_fsdp.models.attention import STATIC
+from portable_fsdp.models.attention import STATIC, STATIC_TYPES
 from portable_fsdp.models.build import build_model, make_model
-from portable_fsdp.models.own_attention import KNOWN, find_difference
 from portable_fsdp.models.tasks import CAUSAL_LM
+from portable_fsdp.models.trials import find_difference
 from portable_fsdp.runtime.errors import ConfigError
 
 STEPS = 4
@@ -162,14 +162,14 @@ def test_a_mask_of_its_own_is_never_left_out(
         build_model(Model(pretrained=str(tmp_path), **keys), seed=0, seq_len=24, vocabulary=0, **options)
 
 
-@pytest.mark.parametrize("model_type", sorted(KNOWN))
+@pytest.mark.parametrize("model_type", sorted(STATIC_TYPES))
 def test_static_attention_is_that_of_these_types(model_type: str) -> None:
     name = next(name for name, sizes in ARCHITECTURES.items() if sizes["model_type"] == model_type)
 
     def make(config: Any, attention: str) -> Any:
         return make_model(config, attention, CAUSAL_LM)
 
-    assert find_difference(build(name).model, make, frozenset()) == ""
+    assert find_difference(build(name).model, make) == ""
 
 
 PAGE = (Path(__file__).parents[2] / "docs/features.md").read_text()
