@@ -162,8 +162,8 @@ def _open_model(asked: _Asked) -> _Opened:
                 f"model.pretrained: {file.where}: its weights are quantised: expected precision.frozen={file.scheme}, "
                 f"found {asked.precision.frozen}.\n  Set it to {file.scheme}, or use the model's unquantised folder."
             )
-        rows_before = _grow(config, asked.vocabulary, file, asked.keeps_ids)
-    _check_config(config, asked.seq_len, asked.vocabulary, asked.seq_len_key)
+        rows_before = _grow(config, asked, file)
+    _check_config(config, asked)
     as_given = config_to_json(config)
     _switch_off(config)
     rates = set_dropout(config, model.resolved_dropout)
@@ -173,11 +173,10 @@ def _open_model(asked: _Asked) -> _Opened:
 
 def _with_attention(config: Any, asked: _Asked) -> _Made:
     """Make the model with the attention of `model.attention`; on an engine that compiles it must read no values."""
-    attention, packs = asked.model.attention, asked.packs_documents
-    is_auto = attention == "auto"
-    if is_auto and asked.blocks and asked.context == 1 and _wants_blocks(config, asked.task, asked.seq_len, packs):
+    attention = asked.model.attention
+    if attention == "auto" and asked.blocks and asked.context == 1 and _wants_blocks(config, asked):
         attention = "flex"
-    made = _make_with(attention, config, asked.task, asked.seq_len, asked.seq_len_key, is_auto=is_auto)
+    made = _make_with(attention, config, asked)
     if made.problem and not asked.eager and _reads_host(made.twin, asked.seq_len):
         raise ConfigError(
             f"model.attention: {type(made.model).__name__} needs its own attention ({made.problem}), which reads "
@@ -250,21 +249,14 @@ def _frozen(built: BuiltModel, opened: _Opened) -> BuiltModel:
     return with_frozen(built, opened.asked.model.freeze, DTYPES.get(opened.asked.precision.frozen))
 
 
-def _norms(built: BuiltModel, opened: _Opened) -> BuiltModel:
-    if opened.asked.model.lora is None:
-        return built
-    from portable_fsdp.models.lora import with_norms
-
-    return with_norms(built, opened.asked.model.lora)
-
-
 def _base(built: BuiltModel, opened: _Opened) -> BuiltModel:
     asked = opened.asked
-    if opened.file is None or (asked.model.lora is None and asked.precision.scheme is None):
+    if asked.model.lora is None and asked.precision.scheme is None:
         return built
-    from portable_fsdp.models.lora import with_base
+    from portable_fsdp.models.lora import with_base, with_norms
 
-    return with_base(built, asked.model, opened.file)
+    built = built if asked.model.lora is None else with_norms(built, asked.model.lora)
+    return built if opened.file is None else with_base(built, asked.model, opened.file)
 
 
 def _values(built: BuiltModel, opened: _Opened) -> BuiltModel:
@@ -313,7 +305,7 @@ def with_frozen(built: BuiltModel, patterns: tuple[str, ...], dtype: torch.dtype
     return replace(built, fill=lambda fqn, at: fill(fqn, at).to(dtype) if fqn in frozen else fill(fqn, at))
 
 
-PASSES = (_dropouts, _experts, _values, _loss, _adapters, _frozen, _norms, _base)
+PASSES = (_dropouts, _experts, _values, _loss, _adapters, _frozen, _base)
 """What makes a transformers model ready to be sharded, in order: adapters hold the weights that files have, what is
 frozen includes the base of adapters, and DoRA's norms are those of the base in its final dtype."""
 
@@ -321,10 +313,10 @@ frozen includes the base of adapters, and DoRA's norms are those of the base in 
 # ------------------------------------------------------------------------------------------------ the architecture
 
 
-def _grow(config: Any, vocabulary: int, file: TensorFile, keeps_ids: Callable[[], bool]) -> int | None:
+def _grow(config: Any, asked: _Asked, file: TensorFile) -> int | None:
     """Grow the model to one row per id of an extended tokenizer; return its rows before, or None if it doesn't grow."""
-    before = getattr(config, "vocab_size", None)
-    if not isinstance(before, int) or before >= vocabulary or not keeps_ids():
+    before, vocabulary = getattr(config, "vocab_size", None), asked.vocabulary
+    if not isinstance(before, int) or before >= vocabulary or not asked.keeps_ids():
         return None
     config.vocab_size = vocabulary
     log.info(
@@ -334,18 +326,19 @@ def _grow(config: Any, vocabulary: int, file: TensorFile, keeps_ids: Callable[[]
     return before
 
 
-def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) -> None:
+def _check_config(config: Any, asked: _Asked) -> None:
     positions, ids = (getattr(config, name, None) for name in ("max_position_embeddings", "vocab_size"))
-    if isinstance(positions, int) and 0 < positions < seq_len:
+    if isinstance(positions, int) and 0 < positions < asked.seq_len:
         raise ConfigError(
-            f"{seq_len_key}: expected at most {positions} (positions of the model), found {seq_len}.\n"
-            f"  Lower {seq_len_key}, or use a model with more positions."
+            f"{asked.seq_len_key}: expected at most {positions} (positions of the model), found {asked.seq_len}.\n"
+            f"  Lower {asked.seq_len_key}, or use a model with more positions."
         )
     heads, kv_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
         raise ConfigError(
             f"model: expected num_key_value_heads that divides num_attention_heads={heads}, found {kv_heads}."
         )
+    vocabulary = asked.vocabulary
     if isinstance(ids, int) and ids < vocabulary:
         raise ConfigError(
             f"model: expected vocab_size of at least {vocabulary} (the ids of data.tokenizer), found {ids}.\n"
@@ -399,32 +392,31 @@ def make_model(config: Any, attention: str, task: Task) -> Any:
     return model
 
 
-def _make_with(attention: str, config: Any, task: Task, seq_len: int, seq_len_key: str, *, is_auto: bool) -> _Made:
+def _make_with(attention: str, config: Any, asked: _Asked) -> _Made:
     """Make the model with `attention`, or with its own where the static one can't run or computes something else.
 
-    `is_auto`: the config leaves the choice. Raises ConfigError if the attention that it names isn't the model's.
+    Raises ConfigError if the attention that the config names isn't the model's.
     """
-    make = partial(_make, config, task=task, seq_len=seq_len, seq_len_key=seq_len_key)
     try:
-        made = make(attention)
+        made = _make(config, attention, asked)
         chosen = made.model.config
         if chosen._attn_implementation not in (STATIC, FLEX) or chosen.model_type in STATIC_TYPES:
             return made
         from portable_fsdp.models.trials import find_difference
 
-        if not (problem := find_difference(made.model, partial(make_model, task=task))):
+        if not (problem := find_difference(made.model, partial(make_model, task=asked.task))):
             return made
-        own = make("eager")
+        own = _make(config, "eager", asked)
     except _MisfitError as error:
         if attention not in ("auto", "static"):
             raise
         try:
-            own = make("eager")
+            own = _make(config, "eager", asked)
         except _MisfitError:
             raise error from None
         problem = str(error).partition("\n")[0].removeprefix("model: ")
     name = type(own.model).__name__
-    if not is_auto:
+    if asked.model.attention != "auto":
         raise ConfigError(
             f"model.attention={attention}: it isn't that of {name}: {problem}.\n  Set model.attention=auto."
         )
@@ -432,14 +424,14 @@ def _make_with(attention: str, config: Any, task: Task, seq_len: int, seq_len_ke
     return own._replace(problem=problem)
 
 
-def _make(config: Any, attention: str, task: Task, seq_len: int, seq_len_key: str) -> _Made:
+def _make(config: Any, attention: str, asked: _Asked) -> _Made:
     """Make the model on meta, and run a row through its twin."""
-    make = partial(make_model, attention=attention, task=task)
+    make = partial(make_model, attention=attention, task=asked.task)
     bare, twin = _on_meta(config, make), _on_meta(config, make)
     steps = None
-    if task.name == CAUSAL_LM.name:
-        _check_causal(bare, task)
-        steps = _check_forward(twin, seq_len, seq_len_key)
+    if asked.task.name == CAUSAL_LM.name:
+        _check_causal(bare, asked.task)
+        steps = _check_forward(twin, asked)
     return _Made(make, bare, twin, steps)
 
 
@@ -464,7 +456,7 @@ def _misfit(problem: str, error: Exception) -> ConfigError:
     )
 
 
-def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | None:
+def _check_forward(model: Any, asked: _Asked) -> LogitSteps | None:
     """Run a row through a model on meta: sizes that don't fit each other fail here, not in step 1.
 
     Returns the steps from the head's output to the logits, see `trace_logits`; None if unknown. If the model reads
@@ -473,12 +465,11 @@ def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | N
     """
     try:
         with torch.no_grad(), torch.device("meta"):
-            return trace_logits(model, torch.zeros(1, seq_len, dtype=torch.int64))
+            return trace_logits(model, torch.zeros(1, asked.seq_len, dtype=torch.int64))
     except Exception as error:
         if "meta tensors" not in str(error) and not isinstance(error, NotImplementedError):
-            raise _misfit(
-                f"{type(model).__name__} can't run a row of {seq_len} tokens ({seq_len_key})", error
-            ) from error
+            row = f"a row of {asked.seq_len} tokens ({asked.seq_len_key})"
+            raise _misfit(f"{type(model).__name__} can't run {row}", error) from error
         running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
         for name, module in model.named_modules():
             if "Experts" not in type(module).__name__ or takes_implementation(module):
@@ -518,7 +509,7 @@ def _check_causal(model: nn.Module, task: Task) -> None:
         )
 
 
-def _wants_blocks(config: Any, task: Task, seq_len: int, packs: bool) -> bool:
+def _wants_blocks(config: Any, asked: _Asked) -> bool:
     """Whether attention over blocks saves a mask of seq x seq in this model: packed documents, windows and sinks.
 
     A plain causal kernel is as fast, so other models keep it. So do those that attention over blocks can't express:
@@ -527,12 +518,12 @@ def _wants_blocks(config: Any, task: Task, seq_len: int, packs: bool) -> bool:
     from portable_fsdp.models.document_masks import windows_of
 
     try:
-        model = _on_meta(config, partial(make_model, attention="flex", task=task))
-        windows = windows_of(model, seq_len)
+        model = _on_meta(config, partial(make_model, attention="flex", task=asked.task))
+        windows = windows_of(model, asked.seq_len)
     except (ConfigError, ValueError):
         return False
     has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
-    return packs or has_sinks or any(window is not None for window in windows)
+    return asked.packs_documents or has_sinks or any(window is not None for window in windows)
 
 
 def _attention(kind: Any, requested: str) -> str:

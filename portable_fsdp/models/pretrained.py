@@ -60,7 +60,7 @@ def open_pretrained(model: schema.Model, task: str = "causal_lm") -> tuple[Any, 
     config, file = _config(folder, task), SafetensorsFolder(folder)
     if getattr(config, "quantization_config", None) is None:
         return config, file
-    from portable_fsdp.models.bitsandbytes_files import BitsandbytesFolder
+    from portable_fsdp.models.quantised import BitsandbytesFolder
 
     del config.quantization_config
     return config, BitsandbytesFolder(file)
