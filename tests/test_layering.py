@@ -191,7 +191,6 @@ NOT_HIDDEN = {
     "__signature__": "of a wrapped forward",
     "__class__": "of a module whose scalars are read in the compute dtype",
     "training": "torch's own",
-    "config": "of transformers, put back at once",
     "kwargs": "peft's own",
     "cast_input_dtype_enabled": "peft's own",
     "lora_of": "a submodule, of adapters",

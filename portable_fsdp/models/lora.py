@@ -16,12 +16,12 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Collection, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -258,7 +258,10 @@ def _add_to_layers(model: nn.Module, lora: schema.Lora, targets: list[str]) -> N
         settings[key] = {pattern: settings[key][pattern] for pattern in used}
     inputs_first = any(holds_inputs_first(model.get_submodule(name)) for name in targets)
     arguments: Any = cast(Any, peft).LoraConfig(**settings, target_modules=targets, fan_in_fan_out=inputs_first)
-    with warnings.catch_warnings(), torch.device("meta"), _without_type(model):
+    # Without the model's type, by which peft takes linear layers of some models for experts (`read_as_experts`).
+    own: Any = model.config
+    config = SimpleNamespace(to_dict=own.to_dict, tie_word_embeddings=own.tie_word_embeddings)
+    with warnings.catch_warnings(), torch.device("meta"), patch.object(model, "config", config):
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)  # GPT-2 has both
         if targets:
             peft.inject_adapter_in_model(arguments, model)
@@ -290,17 +293,6 @@ def _check_patterns(lora: schema.Lora, targets: list[str]) -> None:
 
 def _clear_nothing() -> None:
     pass
-
-
-@contextmanager
-def _without_type(model: Any) -> Generator[None]:
-    """Leave out the model's type, by which peft takes linear layers of some models for experts (`read_as_experts`)."""
-    config: Any = model.config
-    model.config = SimpleNamespace(to_dict=config.to_dict, tie_word_embeddings=config.tie_word_embeddings)
-    try:
-        yield
-    finally:
-        model.config = config
 
 
 def read_as_experts(model: nn.Module, layers: list[str]) -> bool:
