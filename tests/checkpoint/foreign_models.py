@@ -90,10 +90,11 @@ def dcp_save(state: Any, folder: Path) -> None:
         torch_dcp_save(state, checkpoint_id=folder, no_dist=True)
 
 
-def write_gguf(path: Path, model: Any, quantized: Any = GGML.F32, architecture: str = "llama") -> None:
-    """Write a Llama as convert_hf_to_gguf.py does: q and k permuted, matrices quantised, norms in float32."""
+def write_gguf(path: Path, model: Any, quantized: Any = GGML.F32, architecture: str | None = None) -> None:
+    """Write as convert_hf_to_gguf.py does: q and k of llama permuted, matrices quantised, norms in float32."""
     config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
+    is_llama = config.model_type == "llama"
+    writer = gguf.GGUFWriter(path, architecture or config.model_type)
     writer.add_name("test")
     for add, value in (
         (writer.add_context_length, config.max_position_embeddings),
@@ -107,11 +108,12 @@ def write_gguf(path: Path, model: Any, quantized: Any = GGML.F32, architecture: 
         (writer.add_key_length, config.head_dim),
     ):
         add(value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    kind_of_names = gguf.MODEL_ARCH.LLAMA if is_llama else gguf.MODEL_ARCH.QWEN3
+    names = gguf.get_tensor_name_map(kind_of_names, config.num_hidden_layers)
     for fqn, tensor in weights(model).items():
         array = tensor.numpy()
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
-        if fqn.endswith(("q_proj.weight", "k_proj.weight")):
+        if is_llama and fqn.endswith(("q_proj.weight", "k_proj.weight")):
             count = heads[fqn.split(".")[-2][0]]
             array = array.reshape(count, 2, -1, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
         kind = quantized if array.ndim > 1 else GGML.F32
