@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
+import cases
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,75 +19,33 @@ from portable_fsdp.models.build import build_model
 from portable_fsdp.models.weights import BuiltModel
 
 VOCABULARY, SEQ_LEN = 101, 24
-_SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-_COMMON = _SIZES | {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+_SIZES: dict[str, Any] = (
+    {"vocab_size": VOCABULARY, "hidden_size": 48, "n_embd": 48, "word_embed_proj_dim": 48, "intermediate_size": 80}
+    | {"ffn_dim": 80, "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    | {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+    | {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 20, "qk_nope_head_dim": 16, "v_head_dim": 12}
+    | {"state_size": 16, "num_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+)
+_OWN: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 12, "attn_logit_softcapping": 2.0},
+    "stablelm": {"num_attention_heads": 3, "num_key_value_heads": 3},
+    "deepseek_v3": {"num_key_value_heads": 4},
+    "bloom": {"pad_token_id": None},
+    "mamba2": {"head_dim": 12, "pad_token_id": None},
+    "qwen3_moe": {"head_dim": 16},
+    "qwen3_next": {"num_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
 }
-_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
-_WINDOW_AND_ALL = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-_PLAIN = {key: value for key, value in _COMMON.items() if key != "num_key_value_heads"}
-_OPT = {key: value for key, value in _PLAIN.items() if key != "intermediate_size"}
+# Heads of a layer's own width, an embedding for each layer.
+_GEMMA4 = (
+    cases.ARCHITECTURES["gemma3_text"]
+    | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
+    | {"per_layer_config": {1: {"head_dim": 24}}}
+)
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": _COMMON | {"model_type": "llama"},
-    "llama_tied": _COMMON | {"model_type": "llama", "tie_word_embeddings": True},
-    "qwen2": _COMMON | {"model_type": "qwen2"},
-    "qwen3": _COMMON | {"model_type": "qwen3", "head_dim": 16},
-    "mistral_window": _COMMON | {"model_type": "mistral", "sliding_window": 5},
-    # One layer with a window and one that sees all; softcaps of scores and of logits.
-    "gemma2": _COMMON | {"model_type": "gemma2", "head_dim": 12, "sliding_window": 5, "attn_logit_softcapping": 2.0},
-    "gemma3_text": _COMMON | {"model_type": "gemma3_text", "head_dim": 16} | _WINDOW_AND_ALL,
-    # Heads of a layer's own width, an embedding for each layer.
-    "gemma4_text": _COMMON
-    | {"model_type": "gemma4_text", "head_dim": 12, "per_layer_config": {1: {"head_dim": 24}}}
-    | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
-    | _WINDOW_AND_ALL,
-    "gpt2": _SIZES | {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    "opt": _OPT | {"model_type": "opt", "ffn_dim": 80, "word_embed_proj_dim": 48},
-    "phi": _COMMON | {"model_type": "phi"},
-    "phi3": _COMMON | {"model_type": "phi3", "sliding_window": 5},
-    "olmo2": _COMMON | {"model_type": "olmo2"},
-    "gpt_neox": _PLAIN | {"model_type": "gpt_neox"},
-    "bloom": _SIZES | {"model_type": "bloom", "hidden_size": 48, "n_layer": 2, "n_head": 4},
-    "falcon": _OPT | {"model_type": "falcon", "num_kv_heads": 1, "alibi": False},
-    "falcon_alibi": _OPT | {"model_type": "falcon", "num_kv_heads": 1, "alibi": True},
-    "stablelm": _COMMON | {"model_type": "stablelm", "num_attention_heads": 3, "num_key_value_heads": 3},
-    "starcoder2": _COMMON | {"model_type": "starcoder2", "sliding_window": 5},
-    "granite": _COMMON
-    | {"model_type": "granite", "attention_multiplier": 0.4, "embedding_multiplier": 3.0}
-    | {"residual_multiplier": 0.5, "logits_scaling": 2.0},
-    "smollm3": _COMMON
-    | {"model_type": "smollm3", "no_rope_layers": [1, 0], "use_sliding_window": True}
-    | _WINDOW_AND_ALL,
-    "mixtral": _COMMON | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": _COMMON | _MOE | {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 5},
-    # Latent attention, a dense layer and one of experts: grouped ones, one shared, and a persistent buffer.
-    "deepseek_v3": _COMMON
-    | _MOE
-    | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16}
-    | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "n_group": 2}
-    | {"topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
-    # Sinks, biases of the experts, expert weights that are transposed and interleaved.
-    "gpt_oss": _COMMON
-    | {"model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    | _WINDOW_AND_ALL,
-    # No attention at all.
-    "mamba2": _SIZES
-    | {"model_type": "mamba2", "hidden_size": 48, "num_hidden_layers": 2, "state_size": 16, "num_heads": 8}
-    | {"head_dim": 12, "expand": 2, "n_groups": 1, "chunk_size": 8},
-    # Linear attention in one layer, experts in both.
-    "qwen3_next": _COMMON
-    | _MOE
-    | {"model_type": "qwen3_next", "head_dim": 16, "num_experts": 4, "shared_expert_intermediate_size": 20}
-    | {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2}
-    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    name: architecture | {key: size for key, size in _SIZES.items() if key in architecture} | _OWN.get(name, {})
+    for name, architecture in (cases.ARCHITECTURES | {"gemma4_text": _GEMMA4}).items()
 }
-
+"""The families of tests/backends in smaller, even sizes."""
 
 PER_COMMIT = {"llama", "qwen3", "gemma2", "gpt2", "deepseek_v3", "gpt_oss"}
 """Grouped heads; norms of heads; windows and softcaps; learned positions and Conv1D; latent attention, experts and a
@@ -147,9 +106,10 @@ def whole_weight(built: BuiltModel, fqn: str) -> torch.Tensor:
 
 
 def materialise(built: BuiltModel) -> Any:
-    """Fill all parameters, ties kept; the model then runs on the host."""
+    """Fill all parameters, ties and what is frozen kept; the model then runs on the host."""
     for fqn, places in parameter_slots(built.model).items():
-        parameter = nn.Parameter(whole_weight(built, fqn))
+        is_trained = built.model.get_parameter(fqn).requires_grad
+        parameter = nn.Parameter(whole_weight(built, fqn), requires_grad=is_trained)
         for place in places:
             place.module._parameters[place.leaf] = parameter
     return built.model

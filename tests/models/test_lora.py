@@ -1,4 +1,7 @@
-"""Adapters (LoRA): which layers get them, their initial values, and what is refused."""
+"""Adapters (LoRA): which layers get them, their initial values, and what is refused.
+
+What they compute is compared with peft in tests/checkpoint/test_adapters.py, kind by kind.
+"""
 
 import json
 import logging
@@ -21,7 +24,6 @@ from small_models import (
     materialise,
     open_folder,
     save,
-    shake,
     stock_model,
     token_ids,
     whole_weight,
@@ -29,7 +31,7 @@ from small_models import (
 
 from portable_fsdp.config.schema import Config, Lora
 from portable_fsdp.layout import full_region
-from portable_fsdp.models.lora import peft_keys, read_as_experts
+from portable_fsdp.models.lora import read_as_experts
 from portable_fsdp.models.weights import BuiltModel, plain_name
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.build import shard_policy
@@ -94,93 +96,6 @@ def test_an_adapter_depends_on_seed_and_name_alone() -> None:
     assert torch.equal(built.fill(name, rows), full[1:3])
 
 
-def test_alpha_over_r_scales_the_product() -> None:
-    single, fourfold = (materialise(adapted(r=4, alpha=alpha, targets=(Q,))) for alpha in (4, 16))
-    for model in (single, fourfold):
-        torch.nn.init.normal_(model.get_parameter(f"{Q}.lora_B.default.weight"), generator=torch.manual_seed(3))
-    x = torch.randn(5, 48, generator=torch.manual_seed(4))
-    changes = [model.get_submodule(Q)(x) - model.get_submodule(Q).base_layer(x) for model in (single, fourfold)]
-    torch.testing.assert_close(changes[1], 4 * changes[0], rtol=1e-4, atol=1e-4)
-    a, b = (single.get_parameter(f"{Q}.lora_{half}.default.weight") for half in "AB")
-    torch.testing.assert_close(changes[0], x @ a.T @ b.T, rtol=1e-4, atol=1e-4)
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "all": {"dora": True, "rslora": True, "rank_pattern": {r"layers\.1\..*": 5, "q_proj": 2}}
-    | {"alpha_pattern": {"v_proj": 9.0}, "train_whole": ("*norm", "embed_tokens")},
-    "dora": {"dora": True},
-    "tied": {"train_whole": ("lm_head",)},
-    # In one layer both weights, whose adapters peft nests, in the other one of them.
-    "experts": {"rslora": True, "rank_pattern": {r"1\.mlp\.experts\.gate_up_proj": 2}}
-    | {"targets": ("all-linear", "experts.gate_up_proj", "layers.1.mlp.experts.down_proj")},
-    "one of experts": {"targets": ("experts.down_proj",)},
-}
-
-
-def theirs_of(lora: Lora, targets: list[str], fan_in_fan_out: bool) -> peft.LoraConfig:
-    """Return peft's config of the same adapters."""
-    return peft.LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
-        lora_dropout=lora.dropout,
-        use_rslora=lora.rslora,
-        use_dora=lora.dora,
-        rank_pattern=dict(lora.rank_pattern),
-        alpha_pattern=dict(lora.alpha_pattern),
-        target_modules=targets,
-        target_parameters=[name for name in lora.targets if "experts" in name] or None,
-        fan_in_fan_out=fan_in_fan_out,
-        modules_to_save=[name.strip("*") for name in lora.train_whole] or None,
-        ensure_weight_tying=lora.train_whole == ("lm_head",),
-        task_type="CAUSAL_LM",
-    )
-
-
-# transformers', of how peft 0.21 asks it.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match:RuntimeWarning")  # of experts
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("llama", "all"),
-        ("llama_tied", "tied"),
-        ("qwen3_moe", "experts"),
-        *(
-            pytest.param(*pair, marks=pytest.mark.proof)
-            for pair in (
-                ("gpt2", "dora"),
-                ("gpt_oss", "one of experts"),
-                ("gpt_oss", "experts"),
-                ("mixtral", "experts"),
-            )
-        ),
-    ],
-)
-def test_the_names_and_the_factors_are_pefts(name: str, kind: str, tmp_path: Path) -> None:
-    """A run begins as its base; and with adapters of peft it computes what peft does."""
-    lora = Lora(r=3, alpha=5.0, **KINDS[kind])
-    built = build(name, keys={"lora": lora})
-    ids, model = token_ids(), materialise(build(name, keys={"lora": lora}))
-    torch.testing.assert_close(logits(model, ids), logits(materialise(build(name)), ids), rtol=1e-5, atol=1e-5)
-
-    # Not all-linear, of which peft makes weights of experts, too.
-    linear = sorted({layer.rpartition(".")[2] for layer in layers(built) if ".lora_of." not in layer})
-    theirs: Any = peft.get_peft_model(stock_model(ARCHITECTURES[name]), theirs_of(lora, linear, name == "gpt2"))
-    names = {fqn.replace(".modules_to_save.default", "") for fqn, w in theirs.named_parameters() if w.requires_grad}
-    keys = peft_keys(built.model, trained(built))
-    assert {key.replace(".default", "").replace("vector.weight", "vector") for key in names} == {*keys.values()}
-    shake(theirs)
-    theirs.save_pretrained(str(tmp_path))
-    base = {fqn.removeprefix("base_model.model."): weight for fqn, weight in theirs.named_parameters()}
-    started = materialise(build(name, keys={"lora": lora.model_copy(update={"start_from": str(tmp_path)})}))
-    with torch.no_grad():
-        for fqn, weight in started.named_parameters():
-            if fqn not in trained(built):
-                holder, _, leaf = fqn.rpartition(".")
-                weight.copy_(next(base[k] for n in range(3) if (k := f"{holder}{'.base_layer' * n}.{leaf}") in base))
-    torch.testing.assert_close(logits(started, ids), theirs.eval()(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
-
-
 def test_dropout_is_of_the_adapters_inputs_in_training() -> None:
     model = materialise(adapted(r=4, dropout=0.25, targets=(Q,)))
     layer: Any = model.get_submodule(Q)
@@ -203,6 +118,18 @@ def test_dropout_is_of_the_adapters_inputs_in_training() -> None:
         ("qwen3_moe", {"targets": ("experts.down_proj",), "dropout": 0.1}, r"dropout: adapters of experts "),
         ("qwen3_moe", {"targets": ("experts.down_proj",), "dora": True}, r"dora: adapters of experts "),
         ("llama", {"train_whole": ("mlp",)}, r"train_whole: model.layers.0.mlp.gate_proj gets an adapter"),
+        *(
+            (name, {"targets": (target,)}, rf"targets: .*{expected}")
+            for name, target, expected in (
+                ("llama", "q_porj", r"matches nothing in the model\.\n  nearest: "),
+                ("llama", "mlp", r"matches nothing in the model\.\n  nearest: model\.layers\.0\.mlp"),
+                ("llama", "model.norm", r"'model\.norm' matches model\.norm, but no linear layer\."),
+                ("llama", "embed_tokens", r"model\.embed_tokens, but no linear layer\.\n  model\.lora\.train_whole"),
+                ("qwen3_moe", "experts", r"\n.*the names of weights: experts\.down_proj, experts\.gate_up_proj\."),
+                ("llama", "experts.down_proj", r"matches nothing in the model\."),
+                ("llama_tied", "lm_head", r"lm_head can't have an adapter: its weight is tied to the embedding"),
+            )
+        ),
     ],
 )
 def test_settings_that_cannot_be(name: str, settings: dict[str, Any], expected: str) -> None:
@@ -302,24 +229,6 @@ def test_targets_are_patterns_or_ends_of_names(targets: tuple[str, ...], expecte
     assert layers(adapted(targets=targets)) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "targets", "expected"),
-    [
-        ("llama", ("q_porj",), "matches nothing in the model.\n  nearest: "),
-        ("llama", ("mlp",), "matches nothing in the model.\n  nearest: model.layers.0.mlp"),
-        ("llama", ("model.norm",), "'model.norm' matches model.norm, but no linear layer."),
-        ("llama", ("embed_tokens",), "matches model.embed_tokens, but no linear layer.\n  model.lora.train_whole"),
-        ("qwen3_moe", ("experts",), "the names of weights: experts.down_proj, experts.gate_up_proj."),
-        ("llama", ("experts.down_proj",), "matches nothing in the model."),
-        ("llama_tied", ("lm_head",), "lm_head can't have an adapter: its weight is tied to the embedding"),
-    ],
-)
-def test_targets_that_cannot_be(name: str, targets: tuple[str, ...], expected: str) -> None:
-    with pytest.raises(ConfigError, match=r"^model\.lora\.targets: ") as error:
-        adapted(name, targets=targets)
-    assert expected in str(error.value)
-
-
 def test_a_base_that_others_do_not_have_is_refused(tmp_path: Path) -> None:
     save(tmp_path, "llama")
     for vocabulary, problem in (
@@ -349,40 +258,11 @@ def test_what_does_not_train_may_rest_in_bfloat16(caplog: pytest.LogCaptureFixtu
     assert all(".layers.1." in fqn for fqn in trained(some))
 
 
-def adapters(folder: Path, **settings: Any) -> tuple[str, Any]:
-    """A folder that peft has saved, of a model of the architecture llama; and that model."""
-    model = stock_model(ARCHITECTURES["llama"])
-    settings = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"], **settings}
-    theirs = peft.get_peft_model(model, peft.LoraConfig(**settings, task_type="CAUSAL_LM"))
-    shake(theirs)
-    theirs.save_pretrained(str(folder))
-    return str(folder), theirs
-
-
-def started(folder: str, **changes: Any) -> BuiltModel:
-    settings: dict[str, Any] = {"r": 3, "alpha": 5.0, "targets": ("q_proj", "v_proj"), "start_from": folder}
-    return adapted(**{**settings, **changes})
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("master", ["float32", "bfloat16"])
-def test_a_run_may_start_from_adapters_of_peft(tmp_path: Path, master: str) -> None:
-    folder, theirs = adapters(tmp_path, lora_dropout=0.05)
-    built = started(folder, precision={"master": master})
-    fresh = adapted(r=3, alpha=5.0, targets=("q_proj", "v_proj"), precision={"master": master})
-    expected = {fqn.removeprefix("base_model.model."): weight for fqn, weight in theirs.named_parameters()}
-    for fqn in (fqn for fqn, _ in built.model.named_parameters()):
-        weight = expected[fqn].to(getattr(torch, master)) if "lora_" in fqn else whole_weight(fresh, fqn)
-        assert torch.equal(whole_weight(built, fqn), weight), fqn
-    name = f"{Q}.lora_A.default.weight"
-    assert torch.equal(
-        built.fill(name, (slice(1, 3), slice(4, 9))), expected[name][1:3, 4:9].to(getattr(torch, master))
-    )
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_other_adapters_are_refused_by_name(tmp_path: Path) -> None:
-    folder, _ = adapters(tmp_path / "adapters")
+    folder = str(tmp_path / "adapters")
+    settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(stock_model(ARCHITECTURES["llama"]), settings).save_pretrained(folder)
     config, weights = (Path(folder) / name for name in ("adapter_config.json", "adapter_model.safetensors"))
     saved, tensors = json.loads(config.read_text()), load_file(weights)
     kinds = {"bias": "lora_only", "lora_bias": True, "peft_type": "IA3"}
@@ -422,5 +302,6 @@ def test_other_adapters_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def refused(folder: str, expected: str, **changes: Any) -> None:
+    settings: dict[str, Any] = {"r": 3, "alpha": 5.0, "targets": ("q_proj", "v_proj"), "start_from": folder}
     with pytest.raises(ConfigError, match=rf"^model\.lora\.start_from: (.|\n)*{expected}(.|\n)*\.$"):
-        started(folder, **changes)
+        adapted(**settings | changes)
