@@ -113,21 +113,6 @@ def test_a_group_names_a_tied_weight_by_any_of_its_names() -> None:
         parameter_groups({"q.weight": (4, 4)}, own, ties=ties, frozen=["embed.weight"])
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_each_group_takes_its_share_of_the_learning_rate(compiled: bool) -> None:
-    matrix, vector = parameters()
-    shares = [{"params": [matrix], "lr_share": 1.0}, {"params": [vector], "lr_share": 0.25}]
-    optimizer = make_optimizer(Optim(lr=0.5, name="sgd"))(shares, compiled)
-    numbers = step_numbers(optimizer, 0.5)
-    assert [numbers[name] for name in ("lr * 1.0", "lr * 0.25")] == [0.5, 0.125]
-    before = matrix.detach().clone(), vector.detach().clone()
-    bring_numbers(optimizer, 0.5)
-    matrix.grad, vector.grad = torch.ones_like(matrix), torch.ones_like(vector)
-    optimizer.step()
-    torch.testing.assert_close(matrix.detach(), before[0] - 0.5)
-    torch.testing.assert_close(vector.detach(), before[1] - 0.125)
-
-
 def test_eager_optimizers_are_torchs_with_the_configs_numbers() -> None:
     config = Optim(lr=0.01, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
     adamw = take_steps(make_optimizer(config)(groups(*parameters(), 0.5), False))
@@ -217,17 +202,10 @@ def assert_equal(ours: torch.optim.Optimizer, torchs: torch.optim.Optimizer) -> 
         torch.testing.assert_close(dict(ours.state[actual]), dict(torchs.state[expected]), rtol=2e-6, atol=2e-7)
 
 
-def test_a_compiled_adamw_is_torchs() -> None:
-    ours, torchs = make_optimizer(ADAMW)(shared(), True), by_torch()
-    assert isinstance(ours, AdamW)
-    for optimizer in (ours, torchs):
-        take_steps(optimizer, 20, lr=0.01)
-    assert_equal(ours, torchs)
-
-
 @pytest.mark.parametrize("compiled_first", [False, True])
 def test_either_adamw_goes_on_from_the_others_state(compiled_first: bool) -> None:
     ours, torchs, uninterrupted = make_optimizer(ADAMW)(shared(), True), by_torch(), by_torch()
+    assert isinstance(ours, AdamW)
     first, then = (ours, torchs) if compiled_first else (torchs, ours)
     take_steps(first, 3, lr=0.01)
     for saved, parameter in zip(in_groups(first), in_groups(then), strict=True):
