@@ -21,7 +21,7 @@ from documented import PAGES, ROOT, Command, commands, program_of
 from pydantic import ValidationError
 from torch.utils.data import default_collate
 
-from portable_fsdp import explain, launch, sample
+from portable_fsdp import doctor, explain, launch, sample
 from portable_fsdp.backends.open import ENGINES, engines_on, require_names, spec_of, usual_engine
 from portable_fsdp.backends.refusals import Deployment, verdicts
 from portable_fsdp.checkpoint import __main__ as checkpoint
@@ -29,7 +29,6 @@ from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config, read_config
 from portable_fsdp.convert.table import ACCELERATE, find_anywhere, key_table
-from portable_fsdp.doctor import __main__ as doctor
 from portable_fsdp.layout import split_batch
 from portable_fsdp.parity import __main__ as parity
 from portable_fsdp.plan import __main__ as plan

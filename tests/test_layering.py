@@ -344,7 +344,7 @@ def test_dependencies_are_what_is_imported() -> None:
 
 def test_no_command_imports_torch_before_it_has_read_its_arguments() -> None:
     """Nor does the ground, in a fresh process: `--help` waits for neither torch nor what imports it."""
-    light = {"config", "convert", "doctor", "observe", "runtime"}
+    light = {"config", "convert", "observe", "runtime"}
     names = [
         f"{PACKAGE}.{path.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}"
         for path in package()
@@ -361,7 +361,7 @@ def test_no_command_imports_torch_before_it_has_read_its_arguments() -> None:
 FILES, LINES = 85, 19_230
 """Of ours, that a plain native training run may load."""
 
-TOOLS = ("convert", "doctor", "formats", "parity", "plan", "report", "tune")
+TOOLS = ("convert", "doctor.py", "formats", "parity", "plan", "report", "tune")
 
 LOADED_BY_A_RUN = """
 import sys

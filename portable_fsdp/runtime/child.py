@@ -154,18 +154,26 @@ class Worker(Closing):
         Raises the PortableFSDPError that `work` raises; WorkerFailedError for any other error. The next call then
         starts a new process.
         """
+        self.begin(work, *arguments)
+        return self.result()
+
+    def begin(self, work: Callable[..., Any] | str, *arguments: Any) -> None:
+        """Start a call, whose outcome `result` waits for."""
         folder = self._folder.name
         if self._child is None:
             self._child = Child(__name__, folder, environment={"TMPDIR": folder}, stdin=subprocess.PIPE)
         with suppress(BrokenPipeError):  # the child has ended
             self._child.stdin.write(pickle.dumps((work, arguments)))
             self._child.stdin.flush()
-        answer = Path(folder, "answer")
+
+    def result(self) -> Any:
+        """Return the result of the call that `begin` started, or raise its error, as `__call__` says."""
+        child, answer = cast(Child, self._child), Path(self._folder.name, "answer")
         try:
-            if self._child.until(self._limit_s, answer.exists) != "enough":
-                raise WorkerFailedError(self._child.wait(self._limit_s))
+            if child.until(self._limit_s, answer.exists) != "enough":
+                raise WorkerFailedError(child.wait(self._limit_s))
         except BaseException:  # nobody will read its answer
-            self._child.close()
+            child.close()
             self._child = None
             raise
         result, error = pickle.loads(answer.read_bytes())

@@ -1,14 +1,18 @@
-"""Checks of this host. Each returns a `Finding`, or raises an error that `checked` turns into one.
+"""Check this host: `python -m portable_fsdp.doctor` reports what it has, what is wrong, and how to fix it.
 
-Engine checks run in child processes, `python -m portable_fsdp.doctor.checks PARENT ENGINE DEVICE LIMIT_S`; under a
-launcher all processes open an engine together, as a run does. They open no TPU chip.
+Each check returns a `Finding`, or raises an error that `checked` turns into one. Child processes with a timeout open
+the engines, so a hanging driver is one line of the report; under a launcher all processes open an engine together, as a
+run does. They open no TPU chip. This module imports only the standard library and `runtime`, so it can report missing
+packages.
 """
 
+import json
 import os
 import platform
 import signal
 import socket
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -16,20 +20,24 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from portable_fsdp.runtime.child import Child
-from portable_fsdp.runtime.errors import PortableFSDPError
-from portable_fsdp.runtime.host import installed, pip_install
+from portable_fsdp.runtime.child import Worker, WorkerFailedError
+from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
+from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, BackendError, PortableFSDPError
+from portable_fsdp.runtime.host import installed, pip_install, tpu_chips
 from portable_fsdp.runtime.launchers import Launch, detect_launch, problem_of_tpu_worker
-from portable_fsdp.runtime.signals import end_with_parent
+from portable_fsdp.version import __version__
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
     from portable_fsdp.backends.open import Package
 
+DESCRIPTION = """Check this host: what is installed, which devices and engines work, what is wrong, and how to fix it.
+Under torchrun all processes open an engine together, to test that the hosts reach each other."""
+EXIT_CODES = "exit code: 0 nothing failed (there may be warnings), 1 something failed, 2 usage error"
+WIDTH = 120
 OURS = "portable-fsdp"
 NO_GPU = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide all GPUs
-ANSWER = "engine: "  # prefix of the child's answer; libraries print to stdout too
 SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LIBTPU_LOCK = Path("/tmp/libtpu_lockfile")  # libtpu ignores TMPDIR
 
@@ -40,6 +48,68 @@ class Finding(NamedTuple):
     state: Literal["ok", "warning", "failed"]
     found: str
     mend: str = ""
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser("doctor", DESCRIPTION, epilog=EXIT_CODES)
+    help = "timeout in seconds for opening an engine, and for the other hosts"
+    parser.add_argument("--limit_s", type=at_least(1, float), default=60.0, help=help)
+    parser.switch("--json", "print one JSON object")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Print the report; return the exit code. `argv`: the arguments after the program's name."""
+    return run_command(_parser(), argv, lambda options: _examine(options.limit_s, options.json))
+
+
+def _examine(limit_s: float, as_json: bool) -> int:
+    """Print one report per host. A host's other processes only take part in opening the engine."""
+    findings = {"launcher": checked(lambda: check_launcher(os.environ))}
+    launch = detect_launch(os.environ) if findings["launcher"].state == "ok" else None
+    engines: dict[str, Callable[[], Finding]] = {}
+    gpus, visible = len([*Path("/dev").glob("nvidia[0-9]*")]), os.environ.get("CUDA_VISIBLE_DEVICES")
+    with ExitStack() as children:  # child processes open engines during the other checks
+        if launch is not None:
+            device = "cuda" if gpus and visible not in NO_GPU else "cpu"
+            findings["engines"] = checked(partial(start_engines, engines, children, launch, device, limit_s))
+        host = {} if launch and launch.local_rank else _host_checks(gpus, visible)
+        findings |= {name: checked(check) for name, check in (host | engines).items()}
+    if not (launch and launch.local_rank):
+        return _print(findings, as_json)
+    for name, finding in findings.items():
+        if finding.state == "failed":
+            to_stderr(f"process {launch.rank}: {name}: {finding.found}")
+    return EXIT_FINISHED  # with another code the launcher would end the process that reports
+
+
+def _host_checks(gpus: int, visible: str | None) -> dict[str, Callable[[], Finding]]:
+    chips = tpu_chips()
+    return {
+        "python": lambda: check_python(sys.version_info[:3]),
+        "packages": check_packages,
+        "extras": check_extras,
+        "gpu": lambda: check_gpu(gpus, visible),
+        "tpu": lambda: check_tpu(chips, os.environ),
+        "tpu in use": lambda: check_tpu_is_free(chips),
+    }
+
+
+def _print(findings: dict[str, Finding], as_json: bool) -> int:
+    states = [finding.state for finding in findings.values()]
+    code = EXIT_FAILED if "failed" in states else EXIT_FINISHED
+    host = socket.gethostname()
+    if as_json:
+        lines = [{"name": name, **finding._asdict()} for name, finding in findings.items()]
+        to_stdout(json.dumps({"host": host, "version": __version__, "exit_code": code, "checks": lines}))
+        return code
+    counts = ", ".join(f"{states.count(state)} {state}" for state in ("ok", "warning", "failed"))
+    lines = [f"portable_fsdp {__version__} on host {host}"]
+    for name, (state, found, mend) in findings.items():
+        lines += textwrap.wrap(f"{state:<8} {name:<16} {found}", WIDTH, subsequent_indent=" " * 26)
+        lines += textwrap.wrap(f"-> {mend}" if mend else "", WIDTH, initial_indent=" " * 26, subsequent_indent=" " * 29)
+    to_stdout("\n".join([*lines, counts]))
+    return code
 
 
 def checked(check: Callable[[], Finding]) -> Finding:
@@ -194,18 +264,13 @@ def start_engines(
             continue
         states.append(f"{engine} on {where}")
         if launch.is_alone or options.launcher_counts_devices:  # other engines need one process per host
-            child = children.enter_context(Child("portable_fsdp.doctor.checks", engine, where, str(limit_s)))
-            checks[f"engine {engine}"] = partial(_wait, child, package, launch, limit_s)
+            worker = children.enter_context(Worker(limit_s))
+            worker.begin("portable_fsdp.doctor:open_engine", engine, where, limit_s)
+            checks[f"engine {engine}"] = partial(_wait, worker, package, launch, limit_s)
     return Finding("failed" if mend else "ok", "; ".join(states), mend)
 
 
-def _wait(child: Child, package: "Package", launch: Launch, limit_s: float) -> Finding:
-    ended = child.wait(limit_s)
-    _, has_answered, answer = ended.output.rpartition(ANSWER)
-    if ended.how == "finished" and has_answered:
-        return Finding("ok", answer.strip())
-    unindented = [line for line in ended.log.splitlines() if line.strip() and not line.startswith(" ")]
-    last = unindented[-1][:300] if unindented else "no message"
+def _wait(worker: Worker, package: "Package", launch: Launch, limit_s: float) -> Finding:
     name = package.name
     mend = (
         f"python -c 'import {name}' (on GPUs nvidia-smi) shows more; to reinstall: pip uninstall {name}. {package.fix}"
@@ -216,27 +281,31 @@ def _wait(child: Child, package: "Package", launch: Launch, limit_s: float) -> F
             "start the doctor on all hosts at once; MASTER_ADDR and MASTER_PORT must be open between them, and "
             f"{' and '.join(SOCKETS)} unset or an interface (here: {names}) that the other hosts reach; {mend}"
         )
+    try:
+        return Finding("ok", worker.result())
+    except PortableFSDPError as error:
+        problem, _, fix = str(error).partition("\n")
+        return Finding("failed", problem, f"{' '.join(fix.split())} {mend}".strip())
+    except WorkerFailedError as failure:
+        ended = failure.ended
+    unindented = [line for line in ended.log.splitlines() if line.strip() and not line.startswith(" ")]
+    last = unindented[-1][:300] if unindented else "no message"
     if ended.how == "late":
         cause = "a process is missing, " if launch.world_size > 1 else ""
         late = f"not open after {limit_s:g} s ({cause}the machine is busy, or a driver hangs): {last}"
         return Finding("failed", late, f"--limit_s={2 * limit_s:g} waits longer; {mend}")
-    if ended.code < 0:
-        return Finding("failed", f"signal {signal.Signals(-ended.code).name}: {last}", mend)
-    problem, _, fix = (answer.strip() if has_answered else last).partition("\n")
-    return Finding("failed", problem, f"{' '.join(fix.split())} {mend}".strip())
+    return Finding("failed", f"signal {signal.Signals(-ended.code).name}: {last}" if ended.code < 0 else last, mend)
 
 
-def main(argv: list[str]) -> int:
-    parent, engine, device, limit_s = argv
-    end_with_parent(int(parent))
+def open_engine(engine: str, device: str, limit_s: float) -> str:
+    """Open an engine and close it, in a child process; return what it runs on. Raises PortableFSDPError."""
     try:
-        answer, code = _open(engine, device, float(limit_s)), 0
-    except PortableFSDPError as error:
-        answer, code = str(error), 1
+        return _open(engine, device, limit_s)
+    except PortableFSDPError:
+        raise
     except Exception as error:
-        answer, code = f"{type(error).__name__}: {(str(error).strip() or '(no message)').splitlines()[0]}", 1
-    print(f"\n{ANSWER}{answer}", flush=True)
-    return code
+        message = (str(error).strip() or "(no message)").splitlines()[0]
+        raise BackendError(f"{type(error).__name__}: {message}") from None
 
 
 def _open(engine: str, device: str, limit_s: float) -> str:
