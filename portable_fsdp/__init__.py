@@ -8,8 +8,6 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from portable_fsdp.version import __version__ as __version__
-
 if TYPE_CHECKING:
     from portable_fsdp.backends.open import open_backend as open_backend
     from portable_fsdp.checkpoint.manager import Checkpoints as Checkpoints
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
     from portable_fsdp.train.build import shard as shard
     from portable_fsdp.train.build import total_steps as total_steps
     from portable_fsdp.train.step import train_step as train_step
+
+__version__ = "0.1.0"
 
 _HOMES = {
     "backends.open": ("open_backend",),

@@ -10,9 +10,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from portable_fsdp import __version__
 from portable_fsdp.runtime.command import CommandParser, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, UsageError
-from portable_fsdp.version import __version__
 
 COMMANDS = {
     "launch": "train a model; rerun to resume",

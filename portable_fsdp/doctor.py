@@ -20,12 +20,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from portable_fsdp import __version__
 from portable_fsdp.runtime.child import Worker, WorkerFailedError
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, BackendError, PortableFSDPError
 from portable_fsdp.runtime.host import installed, pip_install, tpu_chips
 from portable_fsdp.runtime.launchers import Launch, detect_launch, problem_of_tpu_worker
-from portable_fsdp.version import __version__
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

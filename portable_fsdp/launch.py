@@ -25,10 +25,9 @@ from portable_fsdp.runtime.command import (
     to_stderr,
 )
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, PortableFSDPError
-from portable_fsdp.runtime.failures import how_ended, last_step, record_failure
+from portable_fsdp.runtime.failures import announce, how_ended, is_supervised, last_step, record_failure, supervise
 from portable_fsdp.runtime.launchers import OUR_RUNS, Launch, detect_launch, elastic_hosts, hosts_of, is_by_accelerate
 from portable_fsdp.runtime.signals import Stopped, early_stop, end_with_agent
-from portable_fsdp.runtime.supervisor import announce, is_supervised, supervise
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.refusals import Deployment

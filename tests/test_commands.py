@@ -12,10 +12,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from portable_fsdp import evaluate, explain, launch
+from portable_fsdp import __version__, explain
 from portable_fsdp.__main__ import COMMANDS
-from portable_fsdp.runtime.hub import is_hub_id
-from portable_fsdp.version import __version__
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,88 +52,11 @@ def test_a_command_is_its_module() -> None:
     assert wrong.stderr.startswith("unknown command explan; nearest: explain\nusage: portable-fsdp COMMAND")
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("--learning_rate=1e-4", "unknown flag --learning_rate; here an override: optim.lr=0.0001"),
-        ("--fsdp=full shard", "unknown flag --fsdp; here an override: sharding.strategy=FULL_SHARD"),
-        ("--bf16", "unknown flag --bf16; here an override: precision.compute=bfloat16"),
-        ("--seq-len=128", "unknown flag --seq_len; here an override: data.seq_len=128"),
-        ("--learning-rate 0.001", "unknown flag --learning_rate; here an override: optim.lr=0.001"),
-        ("--bf16=false", "unknown flag --bf16; leave it out: off"),
-        ("--deepspeed=ds.json", "unknown flag --deepspeed; DeepSpeed is not an engine here; leave it out"),
-        ("--fsdp_config=x.json", "a file of accelerate or the Trainer: --import=FILE"),
-        ("-c", "unknown flag -c; nearest: --config"),
-        ("--batch_size=8", "train.micro_batch=8 (rows of a device) or train.global_batch=8"),
-        ("--nproc_per_node=2", "unknown flag --nproc_per_node; here --num_devices=2"),
-        ("--gpus=2", "unknown flag --gpus; here --num_devices=2"),
-        ("base.yaml", "--config: missing; name a YAML file, such as --config=base.yaml"),
-    ],
-)
-def test_a_flag_of_another_tool_gets_our_override(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(word.split(maxsplit=1) if word.startswith("--learning-rate") else [word]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_overrides_may_have_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--optim.lr=0.5", "--optim.weight-decay", "0.25", f"--config={ROOT}/configs/quickstart.yaml", "--json"]
     assert explain.main(words) == 0
     options = json.loads(capsys.readouterr().out)["options"]
     assert [options[f"optim.{name}"]["value"] for name in ("lr", "weight_decay")] == [0.5, 0.25]
-
-
-MODEL = "model: {architecture: {model_type: llama}}\ntrain: {steps: 3}\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "words", "message"),
-    [
-        (MODEL, "model.lora={r:8}", "YAML needs a space after the colon: {r: 8}"),
-        (MODEL, "train.epochs=1", "train.steps=null or train.epochs=null unsets one"),
-        (MODEL, "model.pretrained=x/y", "model.architecture=null or model.pretrained=null unsets one"),
-        (MODEL, "precision.frozen=nf4", "(QLoRA: add model.lora={})"),
-        (MODEL, "model.attention=flash_attention_2", "write auto"),
-        (MODEL, "optim.schedule=cosine_with_restarts", "write cosine"),
-        (MODEL, "--backend=fsdp", "nearest: native"),
-        (MODEL, "--backend=torch_xla", "nearest: xla"),
-        (MODEL, "--backend=deepspeed", "native, xla, xla_fsdp1.\nNothing was started"),
-        (MODEL, "optim.learning_rate=0.1", "nearest: optim.lr ("),
-        (MODEL, "other.yaml", "A config: --config=other.yaml"),
-        ("train:\n  steps: 3\n    global_batch: 4\n", "", ":3: invalid YAML: unexpected `key:`: indented further"),
-        ("base_model: a/b\ndatasets: [{path: x, type: alpaca}]\nmax_steps: 3\n", "", "axolotl and LLaMA-Factory name"),
-    ],
-)
-def test_a_mistake_in_a_config_says_what_is_meant(
-    text: str, words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.yaml").write_text(text)
-    assert launch.main([f"--config={tmp_path / 'config.yaml'}", "--device=cpu", *([words] if words else [])]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_script_is_no_config_and_a_missing_run_no_hub_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("import torch\n\nprint(torch)\n")
-    Path("mine/first").mkdir(parents=True)
-    Path("mine/first/events.jsonl").touch()
-    Path("mine/first/checkpoints/step-00000002").mkdir(parents=True)
-    Path("mine/first/checkpoints/step-00000002/manifest.json").touch()
-    Path("config.yaml").write_text("model: {pretrained: mine/second}\ntrain: {steps: 1}\n")
-    weights = "--config=config.yaml model.pretrained=mine/first"
-    for main, word, message in (
-        (launch.main, "--config=train.py", "train.py: a script, not a config"),
-        (launch.main, "--config=config.yaml", "model.pretrained: no such folder: mine/second"),
-        (launch.main, weights, "checkpoint export mine/first FOLDER), then set model.pretrained=FOLDER"),
-        (launch.main, f"{weights}/checkpoints", "export mine/first/checkpoints FOLDER), then set model.pretrained="),
-        (evaluate.main, "runs/nope", "runs/nope: no such folder"),
-        (evaluate.main, "mine/second", "mine/second: no such folder"),
-    ):
-        assert main(word.split()) == 2
-        assert message in capsys.readouterr().err
-    assert is_hub_id("mine/second@main")
-    assert is_hub_id("org/name")
 
 
 @pytest.mark.slow

@@ -117,22 +117,6 @@ def test_without_a_config_every_option_and_every_case(capsys: pytest.CaptureFixt
     assert {line["kind"] for line in table["sharding.wrap_classes"]} == {"honoured", "refused"}
 
 
-USAGE_ERRORS = {
-    "--device=cuda --backend=xla": "backend xla on cuda: expected an engine of that device: native.",
-    "optim.lrr": "optim.lrr: unknown key; nearest: optim.lr (a number > 0).",
-    f"{CONFIG} optimm": "optimm: unknown key; nearest: optim.",
-    "optim.lr=1": "override 'optim.lr=1': needs --config",
-    f"{CONFIG} --write=": "--write=: empty; name a new YAML file",
-    f"{CONFIG} --strict": "--strict: needs --device=cpu, cuda or tpu",
-    "--device=cpu --strict": "--strict: needs --config",
-}
-
-
-@pytest.mark.parametrize("arguments", USAGE_ERRORS)
-def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str], arguments: str) -> None:
-    assert USAGE_ERRORS[arguments] in refused(capsys, *arguments.split())
-
-
 QUICKSTART = [f"--config={ROOT / 'configs/quickstart.yaml'}", "--device=cpu", "--num_devices=2"]
 
 

@@ -62,7 +62,7 @@ def engine_names_outside_backends(modules: Modules) -> list[str]:
 
 
 def engine_options_outside_backends(modules: Modules) -> list[str]:
-    """Only the engine reads a key of its own section of the config (`config.xla_fsdp1.buffer_dtype`)."""
+    """Only the engine reads a key of its own section of the config (`config.xla_fsdp1.flatten_parameters`)."""
     return [
         f"{at}: {ast.unparse(node)} is an option of an engine"
         for at, node in nodes(modules, but="backends")
@@ -263,8 +263,8 @@ BREAKERS: dict[Rule, list[str]] = {
         "def f(engine):\n    match engine:\n        case 'xla':\n            return 1",
     ],
     engine_options_outside_backends: [
-        "def f(config):\n    return config.xla_fsdp1.buffer_dtype",
-        "def f(config):\n    own = config.xla_fsdp1\n    return own.buffer_dtype",
+        "def f(config):\n    return config.xla_fsdp1.flatten_parameters",
+        "def f(config):\n    own = config.xla_fsdp1\n    return own.flatten_parameters",
     ],
     torch_distributed_on_the_ground: [
         "import torch.distributed as dist",

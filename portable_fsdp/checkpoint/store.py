@@ -18,6 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from portable_fsdp import __version__
 from portable_fsdp.backends.contract import Partition, Piece, TensorState
 from portable_fsdp.backends.state import dtype_name
 from portable_fsdp.checkpoint import manifests, safetensors
@@ -27,7 +28,6 @@ from portable_fsdp.checkpoint.snapshot import digest_of
 from portable_fsdp.checkpoint.storage import FOLDERS, FileReader, is_link, require_regular, store_of
 from portable_fsdp.layout import Region, full_region
 from portable_fsdp.runtime.errors import CheckpointError, Closing
-from portable_fsdp.version import __version__
 
 Advance = Callable[[int], object]
 """Reports the bytes that were just read or written, for a progress bar."""

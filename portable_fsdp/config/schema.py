@@ -17,9 +17,16 @@ TASKS = "causal_lm|seq2seq_lm|masked_lm|sequence_classification|token_classifica
 
 REMOVED = {
     "run.preemption": "removed, and sets nothing: only signals stop a run. On TPU VMs the scripts of launch/ send one "
-    "at a notice of preemption; elsewhere let your platform send SIGTERM or SIGUSR1"
+    "at a notice of preemption; elsewhere let your platform send SIGTERM or SIGUSR1",
+    "xla_fsdp1.buffer_dtype": "removed: precision.buffers sets the dtype of buffers on every engine; to resume a run "
+    "that had bfloat16 here, also set checkpoint.allow=[precision.buffers]",
 }
 """Keys that only files of earlier releases hold, and what replaces each."""
+
+
+def _without(key: str, values: Any) -> Any:
+    """Drop a key that earlier releases wrote, as all others, into config.yaml and each checkpoint."""
+    return {name: value for name, value in values.items() if name != key} if isinstance(values, dict) else values
 
 
 class Needs:
@@ -57,8 +64,7 @@ class Run(Section):
     @model_validator(mode="before")
     @classmethod
     def _drop_removed(cls, values: Any) -> Any:
-        """Earlier releases wrote every key into config.yaml and each checkpoint, also those that are removed since."""
-        return {key: value for key, value in values.items() if f"run.{key}" not in REMOVED}
+        return _without("preemption", values)
 
     @field_validator("dir")
     @classmethod
@@ -461,8 +467,13 @@ class XlaFsdp1(Section):
     flatten_parameters"""
     pin_layout_in_collective_ops: bool | None = None
     """pin the memory layout of inputs and outputs of collectives; null: only on TPUs"""
-    buffer_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of the model's floating-point buffers (rotary frequencies)"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("buffer_dtype", "float32") != "float32":
+            raise ValueError(f"buffer_dtype: {REMOVED['xla_fsdp1.buffer_dtype']}")
+        return _without("buffer_dtype", values)
 
 
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]

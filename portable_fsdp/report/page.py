@@ -14,10 +14,10 @@ from bokeh.plotting import figure
 from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader
 
+from portable_fsdp import __version__
 from portable_fsdp.observe.goodput import PARTS, duration
 from portable_fsdp.report import read
 from portable_fsdp.report.read import Numbers, RunRecord
-from portable_fsdp.version import __version__
 
 _MOST_POINTS = 1500
 """Limit on points of a curve: about two per pixel of its width; thinning keeps the extremes."""

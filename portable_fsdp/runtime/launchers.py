@@ -14,7 +14,7 @@ OUR_RUNS = "portable_fsdp.launch-"
 """Prefix of the elastic run id when `launch` starts the processes itself; the agent's PID follows."""
 
 RESTARTS = "PORTABLE_FSDP_RESTARTS"
-"""The variable in which `supervisor.py` tells a run how often it was started before."""
+"""The variable in which the supervisor (failures.py) tells a run how often it was started before."""
 
 NOT_A_STEP = (2**32 - 6, 2**32 - 5)  # slurm.h: the steps of an interactive shell and of the batch script itself
 PORTS = range(20000, 30000)  # below Linux's ephemeral ports

@@ -17,9 +17,8 @@ from reference import evaluate, generate, losses_of_documents, reference
 from test_curves import assert_equal_curves
 from workers import GetWorkers, Group, JobFailed, Run
 
-from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.data.tokenize import ByteTokenizer
-from portable_fsdp.runtime.errors import BackendError, ConfigError
+from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.evaluate import Evaluator, Sampler
 from portable_fsdp.train.preflight import require_same
 
@@ -109,12 +108,7 @@ def test_c6_buffers_and_dtypes_survive(group: Group, run: Run) -> None:
 
 
 def test_c6_buffers_take_the_dtype_of_precision_buffers(group: Group, run: Run) -> None:
-    case = Case(settings={"precision.buffers": "bfloat16"})
-    if group.backend == "xla_fsdp1":  # xla_fsdp1.buffer_dtype is its own
-        with pytest.raises(BackendError, match=r"xla_fsdp1\.buffer_dtype"):
-            require_supported(case.config(group.devices), Deployment("xla_fsdp1", "cpu", group.devices, 1))
-        return
-    for answer in run(group, case):
+    for answer in run(group, Case(settings={"precision.buffers": "bfloat16"})):
         assert {buffer.dtype for buffer in answer["buffers"].values()} == {torch.bfloat16}
         assert set(answer["dtypes"].values()) == {"torch.float32"}  # weights keep theirs
 

@@ -76,7 +76,7 @@ OPTION_GROUPS = [
     "memory.gradient_checkpointing memory.classes memory.offload compile.scan_layers",
     "memory.budget compile.cache_dir",
     "memory.cpu_offload memory.offload",
-    "model.router_bias_rate precision.buffers compile.scan_layers xla_fsdp1.buffer_dtype",
+    "model.router_bias_rate precision.buffers compile.scan_layers",
     "model.attention model.experts model.freeze model.lora precision.frozen model.gguf_file checkpoint.export "
     "checkpoint.merge_adapters",
     "optim.name optim.factory optim.groups optim.momentum optim.betas optim.eps",
@@ -86,8 +86,7 @@ OPTION_GROUPS = [
     "train.micro_batch train.max_grad_norm",
     "checkpoint.keep checkpoint.keep_every checkpoint.resume checkpoint.load",
     "observe.profile",
-    "xla_fsdp1.flatten_parameters xla_fsdp1.shard_param_on_dim_0 xla_fsdp1.pin_layout_in_collective_ops "
-    "xla_fsdp1.buffer_dtype",
+    "xla_fsdp1.flatten_parameters xla_fsdp1.shard_param_on_dim_0 xla_fsdp1.pin_layout_in_collective_ops",
 ]
 OTHER = """
 {sharding.wrap_classes: [LlamaDecoderLayer], sharding.wrap_modules: ["*mlp"], sharding.min_num_params: 1000,

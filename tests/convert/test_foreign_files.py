@@ -3,7 +3,8 @@
 Golden files hold what becomes of whole files and of single keys: samples/ in golden/, small inputs in transcripts/. A
 block of a transcript is an input, `---`, and what follows from it: settings of ours with the key that set them, keys
 that set nothing, or the message. Its first line may be `$ overrides`, besides those that every run needs, or
-`$$ overrides` alone. `--rewrite-goldens` writes what follows anew: review the diff.
+`$$ overrides` alone. In merge.txt a block has several files, the config and its imports, and variables, each below a
+line `+ NAME`. `--rewrite-goldens` writes what follows anew: review the diff.
 """
 
 import json
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 TRANSCRIPTS = sorted((HERE / "transcripts").iterdir())
 Compare = Callable[[Path, str], None]
+OURS = "model: {pretrained: folder}\ntrain: {steps: 100}\n"
 
 
 def keys_of(path: Path) -> list[str]:
@@ -102,17 +104,41 @@ def outcome(topic: str, text: str, folder: Path) -> str:
         options = {override.partition("=")[0] for override in more}
         rest = [override for override in REST if override.partition("=")[0] not in options]
         overrides = [*rest, *more] if sign == "$" else more
-    path, environ = folder / "theirs.yaml", dict[str, str]()
-    path.write_text(lines)
     if topic == "environment":
-        path = folder / "ours.yaml"
-        path.write_text("model: {pretrained: folder}\ntrain: {steps: 100}\n")
-        environ = LAUNCHED | dict(line.split("=", 1) for line in lines.splitlines() if "=" in line)
+        lines = f"+ ours.yaml\n{OURS}+ environment of accelerate launch\n{lines}"
+    paths, environ = list[Path](), dict[str, str]()
+    for part in f"\n{lines}".split("\n+ ")[1:] or [f"theirs.yaml\n{lines}"]:
+        name, _, content = part.partition("\n")
+        if name.startswith("environment"):
+            environ = LAUNCHED if "accelerate" in name else {}
+            environ = environ | dict(line.split("=", 1) for line in content.splitlines() if "=" in line)
+        else:
+            paths.append(folder / name)
+            paths[-1].write_text(content)
     try:
-        loaded = read_config(path, overrides, environ=environ)
+        loaded = read_config(paths[0], overrides, paths[1:], environ)
     except ConfigError as error:
         return plain(str(error), folder)
     return plain("\n".join(rendered(loaded, lines if topic == "environment" else None)), folder)
+
+
+def test_every_variable_is_answered_and_origins_are_those_that_count(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours.yaml", tmp_path / "theirs.yaml"
+    ours.write_text(OURS)
+    loaded = read_config(ours, environ={**LAUNCHED, "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"})
+    [imported] = loaded.imports
+    keys = {entry.key for entry in (*imported.settings.values(), *imported.launcher, *imported.not_needed)}
+    assert keys == {*LAUNCHED, "FSDP_STATE_DICT_TYPE"}
+    assert origin(loaded, "sharding.strategy") == "accelerate launch: FSDP_SHARDING_STRATEGY: FULL_SHARD"
+    assert loaded.config.sharding.wrap == "TRANSFORMER_BASED_WRAP"  # FSDP_MIN_NUM_PARAMS is the launcher's default
+    loaded = read_config(ours, ["sharding.strategy=NO_SHARD"], environ=LAUNCHED)
+    line = "#   FSDP_SHARDING_STRATEGY: FULL_SHARD: override 'sharding.strategy=NO_SHARD' takes precedence"
+    assert line in translation(loaded)
+    ours.write_text(f"{OURS}precision: {{compute: bfloat16}}\n")
+    theirs.write_text("distributed_type: FSDP\nmixed_precision: bf16\n")
+    origins = read_config(ours, imports=[theirs]).origins
+    assert (origins["precision.compute"], origins["precision.reduce"]) == (f"{ours}:3", f"{theirs}:2")
+    assert "optim.lr" not in origins
 
 
 def test_what_a_file_leaves_out_is_the_default_of_trainer(tmp_path: Path) -> None:

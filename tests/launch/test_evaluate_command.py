@@ -63,23 +63,3 @@ def test_two_processes_say_what_one_says(run: Path, capsys: pytest.CaptureFixtur
     )
     assert both.out.startswith(f"loss: {one['loss']:.4f}  perplexity: {one['perplexity']:.4f}  (")
     assert "native on 2 x cpu)" in both.out
-
-
-def test_what_cannot_be_evaluated_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = folder / "stopped"
-    run.mkdir()
-    (run / "events.jsonl").touch()
-    model = folder / "model"
-    model.mkdir()
-    (model / "config.json").touch()
-    for words, message in (
-        (["none"], "none: no such folder.\n  Name a run, a checkpoint or a model folder."),
-        (["tiny.yaml", *HELD], "tiny.yaml: a file, not a folder.\n"),
-        (["stopped", *HELD], "stopped: a run without a checkpoint.\n  Name a run with a checkpoint, or a model."),
-        (["model", *HELD, "data.pth=x"], "data.pth: unknown key.\n  nearest: data.path"),
-        ([".", *HELD], ".: neither a run, nor a checkpoint, nor a model: it has no config.json and no GGUF file.\n"),
-        (["model"], "model: a model has no validation set.\n  Name data: "),
-        (["model", "optim.lr=1"], "optim.lr: evaluate doesn't read this key.\n  It reads those of data., model., "),
-    ):
-        assert evaluate.main([*words, "--device=cpu"]) == 2
-        assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Runs that restart by themselves after a failure (supervisor.py)."""
+"""Runs that restart by themselves after a failure (failures.py)."""
 
 import random
 import signal
@@ -27,9 +27,9 @@ STEPS = 40
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-from portable_fsdp.runtime import failures, supervisor
+from portable_fsdp.runtime import failures
 
-supervisor._PAUSES_S = (0,)
+failures._PAUSES_S = (0,)
 outcomes = Path("outcomes").read_text().split()
 
 
@@ -37,8 +37,8 @@ def work():
     began = time.time()
     time.sleep(0.01)
     number = len(list(Path(".").glob("start-*")))
-    Path(f"start-{number}").write_text(os.environ[supervisor.RESTARTS])
-    supervisor.announce(".", 2)
+    Path(f"start-{number}").write_text(os.environ[failures.RESTARTS])
+    failures.announce(".", 2)
     step, end = outcomes[number].split(":")
     with open("metrics.jsonl", "w") as file:
         file.write('{"step": %s}\\n' % step)
@@ -54,7 +54,7 @@ def work():
     return 1 if end.startswith("port") else int(end)
 
 
-sys.exit(supervisor.supervise(work))
+sys.exit(failures.supervise(work))
 """
 
 

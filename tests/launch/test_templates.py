@@ -8,10 +8,8 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -75,44 +73,6 @@ def test_dry_runs(tmp_path: Path, assert_golden: Callable[[Path, str], None]) ->
     assert_golden(path, "\n".join(f"$ {line}\nexit {d.returncode}\n{d.stdout}{d.stderr}" for line, d in played))
 
 
-# $FOLDER/states: a state for each question (`!...`: the question fails); $FOLDER/answers: exit codes of ssh.
-GCLOUD = """
-echo "$4" >> $FOLDER/calls
-next() { { read -r line; mapfile -t rest; } < $FOLDER/$1; printf '%s\\n' "${rest[@]}" > $FOLDER/$1; }
-case $4 in
-describe) next states; [[ $line != !* ]] || { echo "${line#!}" >&2; exit 1; }; echo "$line" ;;
-ssh) next answers; exit "$line" ;;
-esac
-"""
-
-
-@pytest.mark.parametrize(
-    ("states", "answers", "code", "calls"),
-    [
-        ("READY", "0", 0, "describe ssh"),
-        ("READY", "2", 2, "describe ssh"),
-        ("READY READY", "143", 143, "describe ssh describe"),
-        ("CREATING READY", "66 0 0", 0, "describe describe ssh scp ssh ssh"),
-        ("READY PREEMPTED READY", "1 0", 0, "describe ssh describe delete create describe ssh"),
-        ("!NOT_FOUND READY", "0", 0, "describe create describe ssh"),
-        ("!UNAVAILABLE !UNAVAILABLE", "", 1, "describe describe"),
-    ],
-    ids=["finished", "mistake", "stopped", "new checkout", "taken away", "none", "no answer"],
-)
-def test_a_run_on_a_tpu_vm_is_tried_again_and_nothing_is_deleted_on_a_guess(
-    states: str, answers: str, code: int, calls: str, tmp_path: Path
-) -> None:
-    program(tmp_path, "gcloud", GCLOUD)
-    for name in ("tar", "mkdir"):
-        program(tmp_path, name, "")
-    (tmp_path / "states").write_text(states.replace(" ", "\n") + "\n")
-    (tmp_path / "answers").write_text(answers.replace(" ", "\n") + "\n")
-    variables = "TPU_NAME=slice TPU_ZONE=z TPU_POLL_S=0 TPU_TYPE=v6e-16 TPU_TRIES=2"
-    done = play(f"{variables} launch/tpu_vm.sh run --config=c.yaml", tmp_path)
-    made = (tmp_path / "calls").read_text().split()
-    assert (done.returncode, " ".join(made)) == (code, calls), done.stderr
-
-
 # --------------------------------------------------------------------------------------------- a worker of a TPU VM
 
 
@@ -123,6 +83,15 @@ def worker_line(script: str, folder: Path, *arguments: str) -> str:
     line = f'{show}; eval "$({variables} launch/{script} --dry-run {shlex.join(arguments)})"'
     words = play(line, folder).stdout.split("\0")
     return [word.removeprefix("--command=") for word in words if word.startswith("--command=")][-1]
+
+
+def set_up_worker(folder: Path, python: str) -> list[str]:
+    """Make a checkout in `folder` whose Python is this script of bash; return what starts a run there."""
+    program(folder / "portable_fsdp/.venv/bin", "python", python)
+    (folder / "portable_fsdp/build").mkdir()
+    (folder / "portable_fsdp/build/installed").touch()
+    (folder / "programs").mkdir()
+    return ["bash", "-c", worker_line("tpu_vm.sh", folder / "programs", "run", "--config=c.yaml")]
 
 
 @pytest.mark.slow
@@ -172,48 +141,20 @@ def test_a_worker_trains_outlives_its_connection_and_stops_on_request(script: st
 def test_a_worker_with_torchtpu_names_the_slice_or_fails(
     has_torchtpu: bool, answer: str, code: int, output: str, tmp_path: Path
 ) -> None:
+    command = set_up_worker(tmp_path, 'echo "worker $TPU_WORKER_ID of $TPU_WORKER_HOSTNAMES"')
     metadata = f"case ${{@: -1}} in */agent-worker-number) echo -n 1 ;; */worker-network-endpoints) {answer} ;; esac"
     program(tmp_path / "bin", "curl", metadata)
-    venv, build = tmp_path / "portable_fsdp/.venv", tmp_path / "portable_fsdp/build"
-    program(venv / "bin", "python", 'echo "worker $TPU_WORKER_ID of $TPU_WORKER_HOSTNAMES"')
-    build.mkdir()
-    (build / "installed").touch()
     if has_torchtpu:
-        (venv / "lib/python3.11/site-packages/torch_tpu").mkdir(parents=True)
-    line = worker_line("tpu_vm.sh", tmp_path / "bin", "run", "--config=c.yaml")
-    environment = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
-    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (code, output), done.stderr
-    assert ("the metadata server names no hosts of this slice" in done.stderr) == (code == 1)
+        (tmp_path / "portable_fsdp/.venv/lib/python3.11/site-packages/torch_tpu").mkdir(parents=True)
+    done = finish(command, tmp_path, code, PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    assert done.out == output
+    assert ("the metadata server names no hosts of this slice" in done.err) == (code == 1)
 
 
 @pytest.mark.parametrize(("ends", "code"), [("touch build/stop; exit 143", 143), ("exit 143", 75), ("exit 1", 1)])
 def test_a_worker_tells_a_stop_by_its_user_from_the_end_of_its_host(ends: str, code: int, tmp_path: Path) -> None:
     """A TPU that is about to end may look usable for another minute: `run` shall start again, and not end with 143."""
-    (tmp_path / "bin").mkdir()
-    program(tmp_path / "portable_fsdp/.venv/bin", "python", ends)
-    (tmp_path / "portable_fsdp/build").mkdir()
-    (tmp_path / "portable_fsdp/build/installed").touch()
-    line = worker_line("tpu_vm.sh", tmp_path / "bin", "run", "--config=c.yaml")
-    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-
-
-class Metadata(ThreadingHTTPServer):
-    """Compute Engine's metadata server."""
-
-    values: dict[str, str]
-
-
-class Answer(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        assert isinstance(self.server, Metadata)
-        value = self.server.values.get(self.path.removeprefix("/computeMetadata/v1/instance/"))
-        self.send_response(200 if value and self.headers["Metadata-Flavor"] == "Google" else 404)
-        self.end_headers()
-        self.wfile.write((value or "TRUE").encode())
-
-    def log_message(self, format: str, *args: object) -> None: ...  # noqa: A002
+    finish(set_up_worker(tmp_path, ends), tmp_path, code)
 
 
 EVENT, WINDOW, ENDS = "maintenance-event", "upcoming-maintenance?alt=json", "TERMINATE_ON_HOST_MAINTENANCE"
@@ -225,7 +166,7 @@ NO_NOTICE = {"preempted": "FALSE", EVENT: "NONE", WINDOW: '{"can_reschedule": "T
     [
         ({}, {"preempted": "TRUE"}, 75),
         ({}, {EVENT: ENDS}, 75),
-        ({EVENT: ENDS}, {EVENT: ENDS, WINDOW: '{"maintenance_status": "ONGOING"}'}, 75),
+        ({EVENT: ENDS}, {WINDOW: '{"maintenance_status": "ONGOING"}'}, 75),
         ({EVENT: ENDS}, {EVENT: "MIGRATE_ON_HOST_MAINTENANCE"}, 0),
     ],
     ids=["preempted", "ends", "one more", "moves"],
@@ -233,32 +174,29 @@ NO_NOTICE = {"preempted": "FALSE", EVENT: "NONE", WINDOW: '{"can_reschedule": "T
 def test_a_worker_stops_its_run_at_a_notice_that_comes_after_its_start(
     first: dict[str, str], then: dict[str, str], code: int, tmp_path: Path
 ) -> None:
-    bin_folder, checkout = tmp_path / "bin", tmp_path / "portable_fsdp"
-    waits = "trap 'exit 143' USR1; until [[ -e end ]]; do /usr/bin/sleep 0.1; done"
-    program(checkout / ".venv/bin", "python", waits)
-    (checkout / "build").mkdir()
-    (checkout / "build/installed").touch()
-    (tmp_path / "links").mkdir()
-    line = worker_line("tpu_vm.sh", tmp_path / "links", "run", "--config=c.yaml")
-    with Metadata(("127.0.0.1", 0), Answer) as server:
-        server.values = NO_NOTICE | first
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        here = f"127.0.0.1:{server.server_port}"
-        program(bin_folder, "curl", f'exec /usr/bin/curl "${{@/metadata.google.internal/{here}}}"')
-        program(bin_folder, "sleep", "echo >> rounds; exec /usr/bin/sleep 0.1")
-        rounds = lambda: len((checkout / "rounds").read_text()) if (checkout / "rounds").exists() else 0  # noqa: E731
-        try:
-            with started(["bash", "-c", line], tmp_path, PATH=f"{bin_folder}:/usr/bin:/bin") as worker:
-                worker.wait_until(lambda: rounds() > 3)
-                server.values = NO_NOTICE | then
-                if code == 0:
-                    worker.wait_until(lambda: rounds() > 6)
-                    (checkout / "end").touch()
-                assert worker.wait() == code, worker.err
-        finally:
-            server.shutdown()
-            thread.join()
+    """Files in place of the metadata server's answers."""
+    command = set_up_worker(tmp_path, "trap 'exit 143' USR1; until [[ -e end ]]; do /usr/bin/sleep 0.1; done")
+    checkout, answers = tmp_path / "portable_fsdp", tmp_path / "answers"
+    answers.mkdir()
+    of_url = f'address=${{@: -1}}; exec cat "{answers}/${{address#*/instance/}}"'
+    program(tmp_path / "bin", "curl", f"[[ $* == *Metadata-Flavor:Google* ]] || exit 22; {of_url}")
+    program(tmp_path / "bin", "sleep", "echo >> rounds; exec /usr/bin/sleep 0.1")
+
+    def say(values: dict[str, str]) -> None:
+        for name, text in values.items():
+            (answers / name).write_text(text)
+
+    def has_asked(times: int) -> bool:
+        return (checkout / "rounds").exists() and len((checkout / "rounds").read_text()) > times
+
+    say(NO_NOTICE | first)
+    with started(command, tmp_path, PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin") as worker:
+        worker.wait_until(lambda: has_asked(3))
+        say(then)
+        if code == 0:
+            worker.wait_until(lambda: has_asked(6))
+            (checkout / "end").touch()
+        assert worker.wait() == code, worker.err
     assert (checkout / "build/run.log").read_text() == ""
 
 

@@ -109,7 +109,7 @@ def test_a_local_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     assert local_folder("model.pretrained", "org/model") == Path("org/model")
     assert local_folder("model.pretrained", str(tmp_path)) == tmp_path
-    assert not is_hub_id("org/model")
+    assert [is_hub_id(name) for name in ("org/model", "org/model@main", "other/model")] == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from portable_fsdp.backends.open import EngineSpec, Package
 from portable_fsdp.backends.refusals import (
-    SMALL_STEPS,
     Rule,
     excluded_by,
     is_selective,
@@ -214,7 +213,6 @@ FSDP1_RULES = (
             "precision.cast_inputs": "XlaFullyShardedDataParallel casts the inputs of each unit",
             "precision.modules": "XlaFullyShardedDataParallel casts a whole unit to one compute dtype",
             "precision.products=int8": "its layers are torch's",
-            "precision.buffers": "xla_fsdp1.buffer_dtype sets it there",
             "optim.name=adafactor|muon": "it needs whole matrices, and a device has flat parts of them",
             "optim.factory": "an optimizer may need whole matrices, and a device has flat parts of them",
             "sharding.tensor": "XlaFullyShardedDataParallel shards over all devices",
@@ -243,7 +241,6 @@ FSDP1_RULES = (
         lambda c, p: c.data.shapes > 1 and (p.devices or 1) > 1,
         only_largest_bucket,
     ),
-    *excluded_by("model.router_bias_rate", {"xla_fsdp1.buffer_dtype": SMALL_STEPS}),
     *refused(
         "xla_fsdp1.flatten_parameters with weight decay or optimizer groups",
         "a unit's parameters are one tensor, with one weight decay and one learning rate",

@@ -68,6 +68,7 @@ class XlaFsdp1Backend(PjrtBackend):
         self._shard_groups = groups_over(self.axes, ["shard"])
         self._replica_groups = groups_over(self.axes, ["replicate"])
         self._settings = config.xla_fsdp1
+        self._buffer_dtype = torch.bfloat16 if config.precision.buffers == "bfloat16" else torch.float32
         pin = self._settings.pin_layout_in_collective_ops
         self._pin_layout = device == "tpu" if pin is None else pin
         rows = self._settings.shard_param_on_dim_0
@@ -79,8 +80,7 @@ class XlaFsdp1Backend(PjrtBackend):
     # ------------------------------------------------------------------------------------------- model, optimizer
 
     def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
-        if self._settings.buffer_dtype == "float32":
-            check_statistics(model, policy)
+        check_statistics(model, policy)
         assert fill is not None
         places = parameter_slots(model)
         if self._by_rows:
@@ -142,7 +142,7 @@ class XlaFsdp1Backend(PjrtBackend):
             flatten_parameters=self._settings.flatten_parameters,
             shard_param_on_dim_0=self._by_rows,
             compute_dtype=policy.compute,
-            buffer_dtype=getattr(torch, self._settings.buffer_dtype),
+            buffer_dtype=self._buffer_dtype,
             sharding_groups=self._shard_groups,
             sharding_rank=self._index,
             sharding_world_size=len(self._shard_groups[0]),
