@@ -38,7 +38,10 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str | Path],
     """Start in this process, which must end with exit code 2; its message, held to one screen, changes no file."""
     before = contents(Path.cwd())
     capsys.readouterr()
-    code = COMMANDS[command](list(map(str, arguments)))
+    try:
+        code = COMMANDS[command](list(map(str, arguments)))
+    except SystemExit as end:  # argparse's
+        code = end.code
     out, message = capsys.readouterr()
     assert (code, out) == (2, ""), message
     check_message(message)
@@ -133,8 +136,12 @@ import contextlib, io, json, pkgutil, shlex, sys
 MODULES = {"checkpoint": "checkpoint.__main__", "plan": "plan.__main__"}
 for line in json.loads(sys.argv[1]):
     command, *words = shlex.split(line)
+    main = pkgutil.resolve_name(f"portable_fsdp.{MODULES.get(command, command)}:main")
     with contextlib.redirect_stderr(io.StringIO()):
-        code = pkgutil.resolve_name(f"portable_fsdp.{MODULES.get(command, command)}:main")(words)
+        try:
+            code = main(words)
+        except SystemExit as end:  # argparse's
+            code = end.code
     assert (code, {"torch", "transformers"} & sys.modules.keys()) == (2, set()), line
 """
 NEED_MORE = re.compile(r"started by|^\$ [A-Z_]+=|data\.tokenizer=|pretrained:", re.MULTILINE)
