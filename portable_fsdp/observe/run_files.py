@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 
@@ -28,7 +28,7 @@ from portable_fsdp.config.load import config_text
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
 from portable_fsdp.observe.goodput import imbalance
 from portable_fsdp.runtime.errors import UsageError, without_passwords
-from portable_fsdp.runtime.failures import record_failure, unfinished, utc_text
+from portable_fsdp.runtime.failures import last_events, parse_line, record_failure, unfinished, utc_text
 from portable_fsdp.runtime.files import open_inside, write_text_atomically
 from portable_fsdp.runtime.host import installed
 
@@ -125,7 +125,7 @@ def last_save(path: Path) -> NamedSave | None:
 
 def measured_seconds(path: Path, event: str | None) -> list[float]:
     """Return `seconds` of the last rows of metrics.jsonl (None), or of one event among the last of events.jsonl."""
-    rows = (parse_line(line) or {} for line in _tail(path).splitlines()[-200:])
+    rows = last_events(path)[-200:]
     return [row["seconds"] for row in rows if row.get("event") == event and isinstance(row.get("seconds"), float)]
 
 
@@ -145,15 +145,6 @@ def read_jsonl(path: Path, folder: Path | None = None) -> list[dict[str, Any]]:
                     "  Another program changed the file: fix that line, or move the file away."
                 )
     return rows
-
-
-def parse_line(line: str | bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a line; None for anything else."""
-    try:
-        value: object = json.loads(line)
-    except ValueError:
-        return None
-    return cast(dict[str, Any], value) if isinstance(value, dict) else None
 
 
 def _tail(path: Path) -> bytes:

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from portable_fsdp.config import yaml_text
 from portable_fsdp.observe.goodput import PARTS, Attempt, Goodput, attempts, duration, goodput
-from portable_fsdp.observe.run_files import OF_EXPERTS, ROW_KEYS, parse_line
+from portable_fsdp.observe.run_files import OF_EXPERTS, ROW_KEYS
 from portable_fsdp.runtime.errors import UsageError, printable
+from portable_fsdp.runtime.failures import parse_line
 from portable_fsdp.runtime.files import open_inside, read_inside
 from portable_fsdp.runtime.host import time_text
 

@@ -59,14 +59,18 @@ def last_events(path: Path, since: float = 0.0) -> list[dict[str, Any]]:
     return []
 
 
+def parse_line(line: str | bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line; None for anything else."""
+    try:
+        value: object = json.loads(line)
+    except ValueError:
+        return None
+    return cast(dict[str, Any], value) if isinstance(value, dict) else None
+
+
 def _rows(text: bytes, since: float) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for line in text.splitlines():
-        with suppress(ValueError):
-            row: object = json.loads(line)
-            if isinstance(row, dict) and (not since or str(cast(Any, row).get("time")) > utc_text(since)):
-                rows.append(cast(dict[str, Any], row))
-    return rows
+    rows = (parse_line(line) for line in text.splitlines())
+    return [row for row in rows if row is not None and (not since or str(row.get("time")) > utc_text(since))]
 
 
 def last_step(folder: Path) -> int:
