@@ -1,4 +1,4 @@
-"""Does the suite see mistakes? Breaks the code in 30 places (breaks.yaml), one at a time, and runs the tests for each.
+"""Does the suite see mistakes? Makes each break of breaks.yaml in turn, and runs the tests for it.
 
 python benchmarks/breaks.py [NUMBER ...]   writes results/breaks.md: which break was seen, by which test. Half an hour.
 

@@ -116,7 +116,7 @@ class Step:
     replicas: int = 1  # of HYBRID_SHARD*
     accumulation: int = 1  # micro batches
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
-    compute: str = "bfloat16"  # as `models.weights.peak_flops` names dtypes
+    compute: str = "bfloat16"  # as `models.flops.peak_flops` names dtypes
     reduce: str = "float32"  # dtype in which gradients cross
     vector_parameters: int = 0  # norms and biases, which are factors of no matrix product
     keys_per_token: float | None = None  # that attention takes, in the mean over tokens and layers; None: causal, T/2

@@ -1,4 +1,4 @@
-"""All that the package sets on a model's modules and on an optimizer, besides wrapped forwards.
+"""All state that the package attaches to a model's modules and to an optimizer, besides wrapped forwards.
 
 What a step needs travels in `ShardPolicy` and `Training`. Attributes remain where code of transformers or torch calls
 ours with nothing but a module or an optimizer; each function says which. tests/test_layering.py keeps others away.

@@ -199,14 +199,14 @@ NOT_HIDDEN = {
 }
 """Attributes that may be set, and why."""
 
-HOLDERS = {"module", "model", "layer", "block", "experts", "optimizer"}
+HOLDERS = {"module", "model", "layer", "block", "embedding", "experts", "optimizer"}
 """Names of values that belong to the user, to torch or to transformers."""
 
 
 def attributes_on_what_is_not_ours(modules: Modules) -> list[str]:
     """State travels in records. Only attach.py sets attributes on modules and optimizers, besides wrapped forwards."""
     problems: list[str] = []
-    for at, node in nodes(modules, "backends", "models", "optim", "train"):
+    for at, node in nodes(modules, "backends", "models", "optim", "train", "quantised.py"):
         match node:
             case ast.Call(func=ast.Name(id="setattr"), args=[ast.Name(id=name), *_]) if name in HOLDERS:
                 pass

@@ -358,7 +358,8 @@ def _is_allowed(name: str, allow: Sequence[str]) -> bool:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`section.key` -> value."""
+    """`section.key` -> value, those of removed keys at the keys that replace them."""
+    config = schema.with_successors(config)
     sections = ((name, keys) for name, keys in config.items() if isinstance(keys, dict) and name not in _IGNORED)
     return {f"{name}.{key}": value for name, keys in sections for key, value in cast(dict[str, Any], keys).items()}
 

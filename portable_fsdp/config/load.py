@@ -57,7 +57,7 @@ class Loaded(NamedTuple):
 
     config: Config
     origins: Mapping[str, str]  # `section.key` -> file:line or the override; no entry for a default
-    imports: "tuple[Import, ...]"  # of `convert.read_config`
+    imports: "tuple[Import, ...]"  # of `convert.read.read_config`
 
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:

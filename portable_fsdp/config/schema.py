@@ -3,6 +3,7 @@
 `--device`, `--backend` and `--num_devices` are flags of the launcher, never config keys.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
@@ -18,10 +19,22 @@ TASKS = "causal_lm|seq2seq_lm|masked_lm|sequence_classification|token_classifica
 REMOVED = {
     "run.preemption": "removed, and sets nothing: only signals stop a run. On TPU VMs the scripts of launch/ send one "
     "at a notice of preemption; elsewhere let your platform send SIGTERM or SIGUSR1",
-    "xla_fsdp1.buffer_dtype": "removed: precision.buffers sets the dtype of buffers on every engine; to resume a run "
-    "that had bfloat16 here, also set checkpoint.allow=[precision.buffers]",
+    "xla_fsdp1.buffer_dtype": "removed: precision.buffers sets the dtype of buffers on every engine. In a file of an "
+    "earlier release bfloat16 means precision.buffers=bfloat16",
 }
 """Keys that only files of earlier releases hold, and what replaces each."""
+
+
+def with_successors(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of a config in which keys have the values that removed keys of an earlier release gave them."""
+    section, key = ["xla_fsdp1", "buffer_dtype"]
+    old, precision = values.get(section), values.get("precision", {})
+    if not (isinstance(old, Mapping) and key in old and isinstance(precision, Mapping)):
+        return values
+    values = {**values, section: _without(key, old)}
+    if old[key] == "bfloat16" and precision.get("buffers", "auto") == "auto":
+        values["precision"] = {**precision, "buffers": "bfloat16"}
+    return values
 
 
 def _without(key: str, values: Any) -> Any:
@@ -468,13 +481,6 @@ class XlaFsdp1(Section):
     pin_layout_in_collective_ops: bool | None = None
     """pin the memory layout of inputs and outputs of collectives; null: only on TPUs"""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_removed(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("buffer_dtype", "float32") != "float32":
-            raise ValueError(f"buffer_dtype: {REMOVED['xla_fsdp1.buffer_dtype']}")
-        return _without("buffer_dtype", values)
-
 
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 
@@ -518,6 +524,11 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
     xla_fsdp1: XlaFsdp1 = XlaFsdp1()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replace_removed(cls, values: Any) -> Any:
+        return with_successors(values) if isinstance(values, Mapping) else values
 
     def without_compiler(self) -> "Config":
         """Return the config without torch.compile, scanned layers and the options that need them."""

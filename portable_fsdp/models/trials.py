@@ -338,14 +338,14 @@ def _problem(
         outputs = run_parts(copies, plan, _run_backward)
     except Exception as error:  # of the model's code, with parts that it doesn't expect
         return f"it fails ({type(error).__name__}: {last_line(error)})"
-    if (difference := _difference(outputs, whole)) > _PLAN_BOUND:
+    if not (difference := _difference(outputs, whole)) <= _PLAN_BOUND:  # or NaN
         return f"its outputs differ by {difference:.2g} of the largest"
     for fqn, weight in copied.named_parameters():
         for index, part in enumerate(copies):
             gradient = part.get_parameter(fqn).grad
             if weight.grad is None:
                 continue
-            if gradient is None or _difference(gradient, plan.part_of(fqn, weight.grad, index)) > _PLAN_BOUND:
+            if gradient is None or not _difference(gradient, plan.part_of(fqn, weight.grad, index)) <= _PLAN_BOUND:
                 return f"the gradient of {fqn} is another"
     return ""
 

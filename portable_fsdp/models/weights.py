@@ -45,7 +45,7 @@ class TensorFile(Protocol):
     quantised: frozenset[str] = frozenset()
 
     def stored(self, key: str) -> Any:
-        """Return the codes and scales of a quantised tensor (`quantised.StoredWeight`); None: it isn't quantised."""
+        """Return a quantised tensor's codes and scales (`models.quantised.StoredWeight`); None: it isn't quantised."""
         return None
 
     def file_of(self, key: str) -> str:

@@ -299,7 +299,7 @@ class Extension:
         return {block for block, home in homes.items() if home[1] in self._pattern.template and home in later}
 
     def _compare(self) -> None:
-        """Raise IrregularError unless the second period does in each pass what the first does."""
+        """Raise ValueError unless the second period does in each pass what the first does."""
         pattern = self._pattern
         for number in {number for number, layer in self._chunks if layer in pattern.traced}:
             for layer in pattern.traced[: pattern.period]:
@@ -378,7 +378,7 @@ class Extension:
         self.entries.append(replace(entry, what=what))
 
     def _check(self) -> None:
-        """Raise IrregularError unless each copy is freed like its original, and KeyError if a block is freed again."""
+        """Raise ValueError unless each copy is freed like its original, and KeyError if a block is freed again."""
         live: set[Block] = set()
         for entry in self.entries:
             if isinstance(entry.what, Block):

@@ -100,8 +100,9 @@ def test_a_removed_key_sets_nothing_in_a_file_and_is_refused_as_an_override(tmp_
     assert load_config(path) == load_config(write(tmp_path, SMALL + "run: {seed: 3}\n"))
     refusal = message(path, "run.preemption=off")
     assert refusal.startswith("override 'run.preemption=off': run.preemption: removed, and sets nothing: only signals")
-    path = write(tmp_path, SMALL + "xla_fsdp1: {buffer_dtype: float32}\n")  # its default; golden/refused.txt: bfloat16
-    assert load_config(path) == load_config(write(tmp_path, SMALL))
+    for dtype, now in (("float32", ""), ("bfloat16", "precision: {buffers: bfloat16}\n")):
+        path = write(tmp_path, SMALL + f"xla_fsdp1: {{buffer_dtype: {dtype}}}\n")
+        assert load_config(path) == load_config(write(tmp_path, SMALL + now))
 
 
 # --- what is refused, in which words: golden/refused.txt
@@ -129,7 +130,6 @@ qqqq: 1
 REFUSED_FILES = [
     (SMALL + "memory:\n  gradient_checkpionting: full\n",),
     (ALL_AT_ONCE, "foo", "steps=3", "optim.eps.x=1", "checkpoint.export=["),
-    (SMALL + "xla_fsdp1: {buffer_dtype: bfloat16}\n",),
     (SMALL + "optim:\n  groups:\n    - {match: a}\n    - match: b\n      lr: 0\n",),
     (SMALL + "sharding: {wrap_classes: &a [*a]}\n",),
     (SMALL + "run: &a\n  name: *a\n",),

@@ -8,6 +8,7 @@ from cli import PYTHON, TORCHRUN, events, finish, launch, require_curve, tiny_co
 import portable_fsdp as pf
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.checkpoint.manifests import read_manifest
+from portable_fsdp.config.describe import with_settings, without_plan
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
@@ -50,6 +51,17 @@ def test_an_engine_without_a_plan_recomputes_all_layers(tmp_path: Path) -> None:
     config = load_config(tmp_path / "run/config.yaml")
     with pytest.raises(ConfigError, match=r"memory\.gradient_checkpointing: expected a value, found auto"):
         pf.open_backend(config, device="cpu", backend="native")
+
+
+def test_an_open_engine_adopts_what_a_plan_chose(tmp_path: Path) -> None:
+    """It is as one that opened with these values: on GPUs compiled layers run attention over blocks."""
+    config = load_config(tiny_config(tmp_path), AUTO[2:])
+    with pf.open_backend(without_plan(config), device="cpu", backend="native") as engine:
+        engine.deployment = Deployment("native", "cuda", 1, 1)
+        engine.adopt(with_settings(config, {"compile.enabled": "false"}))
+        assert not engine.runs_blocks
+        engine.adopt(with_settings(config, {"compile.enabled": "true"}))
+        assert engine.runs_blocks
 
 
 def test_what_fits_nowhere_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """`make proof`: what the TPU compiler makes of the trainer's own step, for slices that aren't there.
 
-Bounds hold for torch_xla 2.9.0 with libtpu 0.0.21; docs/tpu_programs.md has the figures.
+Bounds hold for torch_xla 2.9.0 with libtpu 0.0.21; benchmarks/results/tpu_programs.md has the figures.
 """
 
 from dataclasses import replace

@@ -11,7 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -122,8 +122,8 @@ class NativeBackend(contract.Backend):
         self._update_scales: list[Callable[[], None]] = []  # of weights that are gathered in float8
         self._keeps_gradients = config.memory.cpu_offload  # else their pinned memory would be allocated in each step
         self._syncs_each_micro_batch = config.sharding.sync_each_micro_batch
-        self._settings = process_settings(config, self.device)
-        self.runs_blocks = device == "cuda" and config.compile.compiler in ("auto", "inductor")
+        self._settings = ExitStack()
+        self.adopt(config)
         if "float16" in config.precision.dtypes:
             from portable_fsdp.optim.counting import LossScaler
 
@@ -133,6 +133,7 @@ class NativeBackend(contract.Backend):
         require_supported(config, self.deployment)
         self._settings.close()
         self._settings = process_settings(config, self.device)
+        self.runs_blocks = self.deployment.device == "cuda" and config.compile.compiler in ("auto", "inductor")
 
     def _open_device(self, device: str, launch: Launch, config: Config) -> None:
         self.device, self.device_name = torch.device("cpu"), device

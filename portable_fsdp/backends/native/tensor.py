@@ -100,7 +100,8 @@ def _split_vocabulary(model: Any, plan: TensorPlan, group: Group, replace: Calla
     vocabulary = embedding.weight.shape[0]
     words = rows_of_shard(vocabulary, group.index, group.count)
     padding = embedding.padding_idx
-    embedding.padding_idx = padding - words.start if padding in range(words.start, words.stop) else None
+    own_padding = padding - words.start if padding in range(words.start, words.stop) else None
+    change_attributes(embedding, {"padding_idx": own_padding})
     replace(embedding, _look_up, group, words.start)
     replace(head, _head, group, words.start, vocabulary)
 

@@ -230,8 +230,8 @@ def require_one_process(engine: str, device: str) -> None:
     launch = detect_launch(os.environ)
     if device == "cpu" and launch.world_size > 1:
         raise BackendError(
-            f"backend {engine} on cpu: expected one process for all devices, but the launcher started "
-            f"{launch.world_size}.\n  Start it without a launcher: "
+            f"backend {engine} on cpu: expected one process, but the launcher started {launch.world_size}.\n"
+            "  Start it without a launcher; for several devices: "
             "python -m portable_fsdp.launch --device=cpu --backend=xla --num_devices=N."
         )
 

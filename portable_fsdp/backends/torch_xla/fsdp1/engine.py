@@ -68,7 +68,6 @@ class XlaFsdp1Backend(PjrtBackend):
         self._shard_groups = groups_over(self.axes, ["shard"])
         self._replica_groups = groups_over(self.axes, ["replicate"])
         self._settings = config.xla_fsdp1
-        self._buffer_dtype = torch.bfloat16 if config.precision.buffers == "bfloat16" else torch.float32
         pin = self._settings.pin_layout_in_collective_ops
         self._pin_layout = device == "tpu" if pin is None else pin
         rows = self._settings.shard_param_on_dim_0
@@ -118,12 +117,13 @@ class XlaFsdp1Backend(PjrtBackend):
         """
         recompute = {name: model.get_submodule(name) for name in policy.recompute}
         trains = {name for name, layer in recompute.items() if any(p.requires_grad for p in layer.parameters())}
+        buffer_dtype = _buffer_dtype(model)
         units: list[Any] = []
         bodies: dict[str, _Body] = {}
         for name in (*reversed(policy.units), ""):
             module = model.get_submodule(name)
             body = bodies[name] = _Body(module, [] if name else units)
-            units.append(self._unit(body, policy))
+            units.append(self._unit(body, policy, buffer_dtype))
             body.run = module.forward  # only now: the unit has replaced the forward of linear modules
             module.forward = functools.partial(units[-1])
         for name, layer in recompute.items():
@@ -133,7 +133,7 @@ class XlaFsdp1Backend(PjrtBackend):
                 layer.forward = recomputed(layer.forward, name in trains)
         return units
 
-    def _unit(self, body: nn.Module, policy: contract.ShardPolicy) -> Any:
+    def _unit(self, body: nn.Module, policy: contract.ShardPolicy, buffer_dtype: torch.dtype) -> Any:
         from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
         unit = cast(Any, XlaFullyShardedDataParallel)(
@@ -142,7 +142,7 @@ class XlaFsdp1Backend(PjrtBackend):
             flatten_parameters=self._settings.flatten_parameters,
             shard_param_on_dim_0=self._by_rows,
             compute_dtype=policy.compute,
-            buffer_dtype=self._buffer_dtype,
+            buffer_dtype=buffer_dtype,
             sharding_groups=self._shard_groups,
             sharding_rank=self._index,
             sharding_world_size=len(self._shard_groups[0]),
@@ -375,6 +375,17 @@ class _ReduceScatter:
 
     def __call__(self, gradient: Tensor, done: Callable[[Tensor], None]) -> None:
         self._scatter(gradient.to(self._dtype), done)
+
+
+def _buffer_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the model's floating-point buffers: XlaFullyShardedDataParallel casts all to one."""
+    dtypes = {buffer.dtype for buffer in model.buffers() if buffer.is_floating_point()} or {torch.float32}
+    if len(dtypes) > 1:
+        raise BackendError(
+            f"backend xla_fsdp1: the model's buffers have several dtypes ({', '.join(sorted(map(str, dtypes)))}), and "
+            "XlaFullyShardedDataParallel casts them to one.\n  Set precision.buffers=float32, or use --backend=xla."
+        )
+    return dtypes.pop()
 
 
 def _start_process(device: str, runtime: Any) -> None:
