@@ -297,3 +297,6 @@ def test_damage_is_refused_or_harmless_but_never_a_crash(tmp_path: Path, name: s
         except CheckpointError:
             refusals += 1
     assert refusals > 20
+    victim.write_bytes(raw[:-7])  # of gguf: within a tensor
+    with pytest.raises(CheckpointError):
+        import_checkpoint(source, tmp_path / "run", name, trust_metadata=True)
