@@ -123,7 +123,7 @@ class Step:
 
 
 def model_flops(step: Step) -> float:
-    """Of a whole step on all devices, as the trainer counts them for MFU."""
+    """FLOPs of a whole step on all devices, as the trainer counts them for MFU."""
     numbers = (step.parameters, step.embedding_parameters, step.layers, step.hidden, step.seq_len)
     return step.sequences * step.seq_len * model_flops_per_token(*numbers)
 
@@ -160,7 +160,7 @@ def _flops_per_token(step: Step) -> float:
 
 
 def _collectives(step: Step, target: Target) -> tuple[dict[str, Moved], dict[str, float]]:
-    """By kind and dtype what is gathered and reduced, and by link what one device sends for it."""
+    """Bytes that a step gathers and reduces by kind and dtype, and bytes that one device sends by link."""
     replicas = target.devices if step.strategy == "NO_SHARD" else step.replicas
     shards = target.devices // replicas
     if target.devices == 1:

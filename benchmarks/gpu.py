@@ -5,8 +5,8 @@
     python benchmarks/gpu.py --parts references cost   # results/gpu_plan.json: plans of memory, without a GPU
     python benchmarks/gpu.py --parts plans             # plans against this GPU: results/gpu_plan_<name of the GPU>.json
 
-Each timed run and each plan has a process of its own, which calls `gpu_worker.py`, so its peak memory is its own, and a
-time limit. Whatever the time doesn't suffice for is named. Exit code 1 if tune, a check, a run or a plan failed.
+Each timed run and each plan runs `gpu_worker.py` in a separate process, for its own peak of memory, with a time limit.
+What doesn't fit into the time is named. Exit code 1 if tune, a check, a run or a plan failed.
 """
 
 import argparse

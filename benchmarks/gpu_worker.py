@@ -1,4 +1,4 @@
-"""The measurements of `gpu.py`, each a function that a process of its own calls (runtime/child.py)."""
+"""The measurements of `gpu.py`, one function each, called in a separate process (runtime/child.py)."""
 
 import gc
 import os

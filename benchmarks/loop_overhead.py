@@ -125,7 +125,7 @@ class OurStep:
             self._callbacks.call(Callback.on_step, end)
 
     def last_loss(self) -> float:
-        """Of the newest step, which metrics.jsonl doesn't have yet."""
+        """Return the loss of the newest step, which metrics.jsonl doesn't have yet."""
         return cast(InFlight, self._in_flight).metrics.result()["loss"].item()
 
 

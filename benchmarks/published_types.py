@@ -323,7 +323,7 @@ def described(error: Exception) -> str:
 
 
 def in_child(seconds: int, *arguments: Any) -> dict[str, Any]:
-    """`outcome` in a process of its own."""
+    """Run `outcome` in a separate process."""
     try:
         with Worker(seconds) as worker:
             return worker("published_types:outcome", *arguments)

@@ -4,7 +4,7 @@
     python benchmarks/start_time.py restart_time --rounds 5   # after a killed worker, beside a cold start
 
 first_step: one native CPU process, its tokens in the cache; ours and the Trainer start in turn, each in a new process.
-The parts of ours come from `launch --verbose`.
+`launch --verbose` gives the times of our phases.
 restart_time: a start by hand on two gloo processes, which its supervisor restarts. Each round starts a run, notes when
 its first step is in metrics.jsonl, kills a worker a few steps later, and notes when the step after that is.
 """

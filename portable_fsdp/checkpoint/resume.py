@@ -221,8 +221,7 @@ _BASE = "model.base"
 
 _IGNORED = (
     *("run.name", "run.dir", "run.peer_timeout_s", "run.step_timeout_s", "run.max_restarts"),
-    *("run.grace_s", *schema.REMOVED),
-    *("train.stop_at", "checkpoint"),
+    *("run.grace_s", "train.stop_at", "checkpoint"),
 )
 """Keys that set where a run is stored, when it saves and how long it waits."""
 

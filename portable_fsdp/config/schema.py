@@ -25,21 +25,22 @@ REMOVED = {
 """Keys that only files of earlier releases hold, and what replaces each."""
 
 
-def with_successors(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values of a config in which keys have the values that removed keys of an earlier release gave them."""
-    section, key = ["xla_fsdp1", "buffer_dtype"]
-    old, precision = values.get(section), values.get("precision", {})
-    if not (isinstance(old, Mapping) and key in old and isinstance(precision, Mapping)):
-        return values
-    values = {**values, section: _without(key, old)}
-    if old[key] == "bfloat16" and precision.get("buffers", "auto") == "auto":
-        values["precision"] = {**precision, "buffers": "bfloat16"}
-    return values
-
-
-def _without(key: str, values: Any) -> Any:
-    """Drop a key that earlier releases wrote, as all others, into config.yaml and each checkpoint."""
-    return {name: value for name, value in values.items() if name != key} if isinstance(values, dict) else values
+def with_successors(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's values, as a file or a checkpoint of any release holds them, without removed keys; what a
+    removed key set, the key that replaces it sets."""
+    kept = {
+        section: {key: value for key, value in keys.items() if f"{section}.{key}" not in REMOVED}
+        if isinstance(keys, Mapping)
+        else keys
+        for section, keys in values.items()
+    }
+    flat = {
+        f"{section}.{key}": keys[key] for section, keys in values.items() if isinstance(keys, Mapping) for key in keys
+    }
+    precision = values.get("precision", {})
+    if flat.get("xla_fsdp1.buffer_dtype") == "bfloat16" and flat.get("precision.buffers", "auto") == "auto":
+        kept["precision"] = {**precision, "buffers": "bfloat16"} if isinstance(precision, Mapping) else precision
+    return kept
 
 
 class Needs:
@@ -73,11 +74,6 @@ class Run(Section):
     """restarts after a failure, counted anew whenever the run gets further; for runs without a launcher"""
     grace_s: float = Field(default=30.0, gt=0)
     """seconds between a stop request and the end of the host or the process; the run warns if its save doesn't fit"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_removed(cls, values: Any) -> Any:
-        return _without("preemption", values)
 
     @field_validator("dir")
     @classmethod

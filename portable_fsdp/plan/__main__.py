@@ -97,11 +97,13 @@ def _one(
     options: argparse.Namespace, config: Config, target: Target, best: Callable[[Settings], Tried], plan_of: PlanOf
 ) -> int:
     rows = _rows(Path(options.compare)) if options.compare else []
-    if options.compare and not config.data.factory:  # else only the plan knows the tokens
-        compare(rows, config.train.global_batch * config.data.seq_len)  # another run is refused before a long plan
+    comparison = None
+    if options.compare and not config.data.factory:  # before a long plan: another run is refused
+        comparison = compare(rows, config.train.global_batch * config.data.seq_len)
     tried, is_search = best({}), bool(autos(config))
     plan, is_chosen = cast(Plan, tried.plan), is_search and tried.fits
-    comparison = compare(rows, plan.tokens_per_step) if options.compare else None
+    if options.compare and config.data.factory:  # only the plan knows the tokens
+        comparison = compare(rows, plan.tokens_per_step)
     if not options.json:
         to_stdout(f"auto chooses {tried.words}\n\n{result.text(plan)}" if is_chosen else result.text(plan))
     measures: list[Tried] = []

@@ -83,8 +83,8 @@ def assert_travels(
     at: int = AT,
     bound: float = 1e-5,
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """What `writer` saves at step `at` each reader opens bit for bit, by its own case, and goes on with the writer's
-    losses within `bound`; return the state and those losses."""
+    """Save on `writer` at step `at`. Each reader, with its own case, loads it bit for bit and goes on with the writer's
+    losses within `bound`. Return the state and those losses."""
     written = workers(writer).run(jobs.write, case=case, folder=str(folder), at=at)
     saved, losses = assemble([answer["state"] for answer in written]), [row["loss"] for row in written[0]["metrics"]]
     for reader, its in readers:

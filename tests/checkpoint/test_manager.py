@@ -142,8 +142,8 @@ def test_the_first_save_removes_its_own_debris_and_nothing_else(
 
 @pytest.mark.parametrize("place", ["folder", "store"])
 def test_a_straggler_of_an_earlier_attempt_does_no_harm(tmp_path: Path, place: str) -> None:
-    """Process 1 of a killed attempt goes on while the next one saves the same step, and after its commit. It finds no
-    folder, and in a store writes under other names."""
+    """Process 1 of a killed attempt still writes while the next attempt saves the same step, and after its commit. Its
+    folder is gone; in a store its files have other names."""
     folder = tmp_path if place == "folder" else locate(f"memory://{uuid.uuid4().hex}/run")
     straggler = PlainBackend(Partition(1, 2))
     final = step_folder(folder, 5)

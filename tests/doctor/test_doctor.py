@@ -145,7 +145,7 @@ def test_versions(site: Path, case: str) -> None:
 
 
 def test_the_report_in_words(site: Path) -> None:
-    """Of a host whose variables are wrong too."""
+    """The launcher's variables are wrong too."""
     variables = environment(site, RANK="1")
     done = subprocess.run(COMMAND, env=variables, cwd=site, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

@@ -123,7 +123,7 @@ class NativeBackend(contract.Backend):
         self._keeps_gradients = config.memory.cpu_offload  # else their pinned memory would be allocated in each step
         self._syncs_each_micro_batch = config.sharding.sync_each_micro_batch
         self._settings = ExitStack()
-        self.adopt(config)
+        self._apply(config)
         if "float16" in config.precision.dtypes:
             from portable_fsdp.optim.counting import LossScaler
 
@@ -131,6 +131,10 @@ class NativeBackend(contract.Backend):
 
     def adopt(self, config: Config) -> None:
         require_supported(config, self.deployment)
+        self._apply(config)
+
+    def _apply(self, config: Config) -> None:
+        """Set what depends on keys that may be `auto`."""
         self._settings.close()
         self._settings = process_settings(config, self.device)
         self.runs_blocks = self.deployment.device == "cuda" and config.compile.compiler in ("auto", "inductor")
