@@ -13,6 +13,7 @@ DEMO_HALF := 75
 BY_FILE := -n 2 --dist loadfile --no-loadscope-reorder
 
 RUN := .venv/bin/python
+COMMIT ?= $(shell git rev-parse HEAD)
 LAUNCH_DEMO := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/quickstart.yaml
 LATEST := .venv-latest/bin/python
 # A Python and a torch between the oldest and the newest. PYENV_VERSION: where pyenv starts python3.12.
@@ -35,7 +36,7 @@ LAUNCH_FINETUNE := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/
 SAMPLE := $(RUN) -m portable_fsdp.sample
 PROMPT := --prompt="The with statement is used to" --count=2 --tokens=40
 
-.PHONY: help env check types quick test proof demo demo-finetune docs site env-latest test-latest proof-latest env-py312 proof-py312 env-torchtpu test-torchtpu proof-torchtpu clean
+.PHONY: help env check types quick test proof proofs-of demo demo-finetune docs site env-latest test-latest proof-latest env-py312 proof-py312 env-torchtpu test-torchtpu proof-torchtpu clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -61,6 +62,9 @@ test: env  ## the whole suite, but for the proofs
 proof: env  ## what is too long for every commit
 	$(RUN) -m pytest -m proof
 	$(RUN) benchmarks/step_beside_trainer.py --check --steps=8 --way=native --way=xla --way="native x 2"
+
+proofs-of: env  ## a few minutes of the proofs: those that COMMIT chooses, HEAD if not set
+	$(RUN) -m pytest -q -m proof --proofs-of=$(COMMIT)
 
 demo: env  ## trains on 2 native processes, resumes on 4 XLA devices, exports, samples, plots: all in runs/demo
 	rm -rf runs/demo

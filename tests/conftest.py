@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rotation import Rotation
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -33,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     whoever runs it, where a test could pass by what an earlier suite left. (The hub's and torch's caches follow
     XDG_CACHE_HOME too; no test needs what lies there.)
     """
+    if (commit := config.getoption("proofs_of")) is not None:
+        config.pluginmanager.register(Rotation(commit))
     if hasattr(config, "workerinput"):  # xdist's; it has inherited the folder
         return
     patch = pytest.MonkeyPatch()
@@ -48,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-goldens", action="store_true", help="write what tests got into their golden files")
+    parser.addoption("--proofs-of", metavar="COMMIT", help="with -m proof: a few minutes of them, which it chooses")
 
 
 @pytest.fixture
@@ -65,8 +69,8 @@ def assert_golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]
 
 @pytest.hookimpl(optionalhook=True)  # the hook doesn't exist where xdist is switched off
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
-    """Assign tests to processes of the suite: each file to one, and tests/backends, whose files share workers, to two:
-    one for its tests on torch_xla, one for all others. (TorchTPU has a separate run: make test-torchtpu.)
+    """Assign tests to processes of the suite: each file to one, and all of tests/backends on torch_xla to the same,
+    since what a worker has compiled for one test it has for the next. (TorchTPU: make test-torchtpu.)
 
     Not `--dist loadgroup`: xdist 3.8 writes the groups where pytest 9.2 doesn't read them, and spreads every test.
     """
@@ -78,18 +82,18 @@ class ByFile(LoadFileScheduling):
         file = super()._split_scope(nodeid)
         if not file.startswith("tests/backends/") or "torchtpu" in file:
             return file
-        return "tests/backends on torch_xla" if "xla" in nodeid else "tests/backends"  # by file, or by parameter
+        return "tests/backends on torch_xla" if "xla" in nodeid else file  # by file, or by parameter
 
 
 def _processes() -> dict[int, str]:
-    """Child processes, without those that Python keeps until it ends (multiprocessing's resource tracker)."""
+    """Child processes, without those that Python keeps until it ends (multiprocessing's tracker and fork server)."""
     found: dict[int, str] = {}
     for child in psutil.Process().children(recursive=True):
         try:
             command = " ".join(child.cmdline())
         except psutil.NoSuchProcess:
             continue
-        if "multiprocessing.resource_tracker" not in command:
+        if "multiprocessing.resource_tracker" not in command and "multiprocessing.forkserver" not in command:
             found[child.pid] = command
     return found
 

@@ -76,6 +76,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"bos_token_id": 1, "eos_token_id": 2},
 }
 
+ONE_LAYER: dict[str, Any] = {"model.architecture": ARCHITECTURES["llama"] | {"num_hidden_layers": 1}}
+"""Where a second layer would prove nothing: XLA's time to compile follows the layers."""
+
 
 TINY: dict[str, dict[str, Any]] = {
     "run": {"dir": "run"},

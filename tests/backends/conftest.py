@@ -1,15 +1,14 @@
 """The groups of worker processes, started when first asked for and shared by all tests of this folder.
 
-Each process takes 0.7 GiB and more, together 8 GiB, which the tests of other folders need for processes of their own.
-Hence one process of the suite runs all tests on torch_xla, and one all others (tests/conftest.py). The groups end with
-the last test of the folder, and before that where memory gets scarce.
+Each process takes 0.7 GiB and more, which the tests of other folders need for processes of their own. So the groups
+end with the last test of the folder, and before that where memory gets scarce.
 """
 
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jobs
 import psutil
@@ -17,23 +16,6 @@ import pytest
 from workers import GROUPS, Group, Workers, marked
 
 collect_ignore = [] if os.environ.get("TEST_TORCHTPU") else ["test_torchtpu.py", "test_torchtpu_start.py"]
-
-PROOFS_ON_TORCHTPU = ("known_from_the_config[torchtpu-1-1]", "[torchtpu-1-SHARD_GRAD_OP in micro batches]")
-"""Second cases, each half a minute of compiling operation by operation."""
-
-PROOFS = (
-    "known_from_the_config[native-3-1]",
-    "an_evaluation_changes_nothing[native-3-SHARD_GRAD_OP in micro batches]",
-    "c6_buffers_and_dtypes_survive[xla-3]",
-    "c6_buffers_take_the_dtype_of_precision_buffers[xla-3]",
-    "c7_bias_corrections_of_exactly_1_are_no_new_program[native-3]",
-    "fp32_equals_a_plain_loop[native-3-micro batches of 1]",
-    "fp32_equals_a_plain_loop[native-3-rows of padding]",
-    "fp32_equals_a_plain_loop[native-3-muon]",
-    "fp32_equals_a_plain_loop[xla-3-adafactor]",
-    "all_in_bfloat16_learns_and_stays_bfloat16[xla-3]",
-)
-"""Tests that run per commit on another engine; on this engine they are proofs, and other tests check the same."""
 
 ROOM = 8 * 2**30
 """Bytes. With less of the machine's memory left, groups that wait are ended before another begins."""
@@ -45,30 +27,37 @@ STARTED: dict[Group, Workers] = {}
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.name.endswith((*PROOFS_ON_TORCHTPU, *PROOFS)):
-            item.add_marker(pytest.mark.proof)
+        for mark in item.iter_markers("proof_on"):
+            if cast(Any, item).callspec.params["group"].backend in mark.args:
+                item.add_marker(pytest.mark.proof)
 
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Callable[[Group], Workers]]:
     def get(group: Group) -> Workers:
-        if group not in STARTED:
+        host = group._replace(devices=0) if group.engine.any_size else group
+        if host not in STARTED:
             while len(STARTED) > 2 and psutil.virtual_memory().available < ROOM:  # a test may hold two
                 STARTED.pop(next(iter(STARTED))).close()
-            STARTED[group] = Workers(group)
-        STARTED[group] = STARTED.pop(group)
-        return STARTED[group]
+            STARTED[host] = Workers(host)
+        STARTED[host] = STARTED.pop(host)
+        return STARTED[host].on(group)
 
     yield get
-    left = [child.cmdline() for child in psutil.Process().children() if "resource_tracker" not in str(child.cmdline())]
+    _close_all()  # a rotation of proofs leaves the folder and comes back
+    left = [child for of_python in psutil.Process().children() for child in of_python.children()]  # of the fork server
     assert not left, f"worker processes left behind: {left}"
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    del item  # of this folder: its conftest's hooks are called for its tests alone
-    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
-        while STARTED:
-            STARTED.popitem()[1].close()
+    # The item is of this folder: its conftest's hooks are called for its tests alone.
+    if nextitem is None or (Path(__file__).parent not in nextitem.path.parents and not item.config.option.proofs_of):
+        _close_all()
+
+
+def _close_all() -> None:
+    while STARTED:
+        STARTED.popitem()[1].close()
 
 
 @pytest.fixture

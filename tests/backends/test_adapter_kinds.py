@@ -45,10 +45,13 @@ CASES = {
 EXPERTS = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
 ALL_LAYERS = {"compile.enabled": True, "compile.backend": "aot_eager"}
 OPTIONS: dict[str, tuple[Group, Case]] = {
-    "dora, compiled": (NATIVE, case_of(more=ALL_LAYERS, checkpointing="full", dora=True)),
+    "dora, compiled": (Group("gloo", 2), case_of(more=ALL_LAYERS, checkpointing="full", dora=True)),
     "dora, scanned": (XLA, case_of(more={"compile.scan_layers": True}, checkpointing="full", dora=True)),
     "dora, flat shards": (Group("xla_fsdp1", 2), case_of(dora=True)),
-    "experts, compiled": (NATIVE, case_of("qwen3_moe", more=ALL_LAYERS, checkpointing="full", targets=EXPERTS)),
+    "experts, compiled": (
+        Group("gloo", 2),
+        case_of("qwen3_moe", more=ALL_LAYERS, checkpointing="full", targets=EXPERTS),
+    ),
     "dora, over bfloat16": (NATIVE, case_of(more={"precision.frozen": "bfloat16"}, dora=True)),
     "experts, over bfloat16": (XLA, case_of("qwen3_moe", more={"precision.frozen": "bfloat16"}, targets=EXPERTS)),
     "experts, scanned": (XLA, case_of("qwen3_moe", more={"compile.scan_layers": True}, targets=EXPERTS)),

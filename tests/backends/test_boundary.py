@@ -27,7 +27,7 @@ from portable_fsdp.train.step import train_step
 
 Settings = dict[str, dict[str, Any]]
 
-TWO, FOUR, XLA, LR = Group("native", 2), Group("native", 4), Group("xla", 2), 1e-2
+TWO, FOUR, XLA, LR = Group("native", 2), Group("native", 4), Group("xla", 4), 1e-2
 CHECKPOINTED: Settings = {"memory": {"gradient_checkpointing": "full"}}
 RECOMPUTED = CHECKPOINTED | {
     "sharding": {"strategy": "SHARD_GRAD_OP", "backward_prefetch": "BACKWARD_POST"},

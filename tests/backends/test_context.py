@@ -68,8 +68,8 @@ CURVES: dict[str, tuple[str, int, Case]] = {
     "shards, tensor": ("native", 8, case_of("llama", BESIDE_TENSOR)),
     "replicas": ("native", 8, case_of("llama", TWO | {"sharding.replicas": 2}, strategy="HYBRID_SHARD")),
     "adapters": ("native", 2, case_of("llama", TWO | {"model.lora": {"r": 4}}, optim={"name": "adamw", "lr": 1e-2})),
-    "compiled": ("native", 2, case_of("llama", TWO | COMPILED)),
-    "compiled, packed": ("native", 2, case_of("gemma2", TWO | PACKED | COMPILED, checkpointing="full")),
+    "compiled": ("gloo", 2, case_of("llama", TWO | COMPILED)),
+    "compiled, packed": ("gloo", 2, case_of("gemma2", TWO | PACKED | COMPILED, checkpointing="full")),
     "modules inside layers": (
         "native",
         2,
@@ -106,14 +106,14 @@ def test_a_layer_gathers_keys_and_values_once(workers: GetWorkers) -> None:
     sent: list[dict[str, Any]] = []
     for size in (1, 2):
         case = Case(steps=2, micro_batch=6 * size, settings={"sharding.context": size})
-        sent.append(workers(Group("native", 2)).run(jobs.collectives, case=case)[0]["backend"])
+        sent.append(workers(Group("gloo", 2)).run(jobs.collectives, case=case)[0]["backend"])
     layers, heads, width = 2, 2, 12
     more = (layers, layers * GLOBAL_BATCH * SEQ_LEN * 2 * heads * width * 4)
     for kind in ("all_gather", "reduce_scatter"):
         assert (sent[1][kind].calls - sent[0][kind].calls, sent[1][kind].bytes - sent[0][kind].bytes) == more
 
 
-@pytest.mark.parametrize("group", [marked(Group("native", size), in_suite=False) for size in (2, 4)])
+@pytest.mark.parametrize("group", [marked(Group("gloo", size), in_suite=False) for size in (2, 4)])
 def test_evaluations_and_samples_are_those_of_whole_rows(group: Group, workers: GetWorkers) -> None:
     """On four devices a row's last token is on any of two."""
     answers = workers(group).run(evaluated, case=evaluated_case(TWO), rows=53, early=True)

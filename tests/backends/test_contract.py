@@ -11,7 +11,7 @@ import jobs
 import numpy as np
 import pytest
 import torch
-from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows, PackedCaseRows, assemble, assert_equal_states
+from cases import GLOBAL_BATCH, ONE_LAYER, SEQ_LEN, Case, CaseRows, PackedCaseRows, assemble, assert_equal_states
 from jobs import Operators, numbers, open_case, running
 from reference import evaluate, generate, losses_of_documents, reference
 from test_curves import assert_equal_curves
@@ -22,7 +22,7 @@ from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.evaluate import Evaluator, Sampler
 from portable_fsdp.train.preflight import require_same
 
-ADAMW = Case(model="llama", steps=50)
+ADAMW = Case()
 # Plain SGD, unclipped: AdamW and clipping both hide a wrong gradient scale.
 SGD = Case(model="llama", steps=20, optim={"name": "sgd", "lr": 0.5, "weight_decay": 0.0}, max_grad_norm=None)
 
@@ -84,21 +84,22 @@ def test_c4_parameters_are_really_sharded(group: Group, run: Run) -> None:
 
 
 def test_c6_initial_weights_depend_on_seed_and_name_alone(group: Group, run: Run) -> None:
-    case = Case(model="llama_tied", steps=50)
+    case = Case("llama_tied")
     initial = assemble([answer["initial"] for answer in run(group, case)])
     assert_equal_states({key: value for key, value in initial.items() if "/" not in key}, reference(case).initial)
     assert all(not value.any() for key, value in initial.items() if "/" in key)  # optimizer state starts at zero
 
 
 def test_c6_tied_weights_stay_tied(group: Group, run: Run) -> None:
-    for answer in run(group, Case(model="llama_tied", steps=50)):
+    for answer in run(group, Case("llama_tied")):
         assert answer["ties"] == answer["unwrapped_ties"]
         assert ["lm_head.weight", "model.embed_tokens.weight"] in answer["ties"]
         assert "lm_head.weight" not in answer["final"]
 
 
+@pytest.mark.proof_on("xla")
 def test_c6_buffers_and_dtypes_survive(group: Group, run: Run) -> None:
-    for answer in run(group, Case(model="gemma2", steps=20)):
+    for answer in run(group, Case(model="gemma2", steps=1)):
         assert set(answer["dtypes"].values()) == {"torch.float32"}
         assert answer["buffers"].keys() == answer["unwrapped_buffers"].keys()
         assert any("inv_freq" in name for name in answer["buffers"])
@@ -107,15 +108,16 @@ def test_c6_buffers_and_dtypes_survive(group: Group, run: Run) -> None:
             assert torch.equal(buffer, answer["unwrapped_buffers"][name]), name
 
 
+@pytest.mark.proof_on("xla")
 def test_c6_buffers_take_the_dtype_of_precision_buffers(group: Group, run: Run) -> None:
-    for answer in run(group, Case(settings={"precision.buffers": "bfloat16"})):
+    for answer in run(group, Case(steps=1, settings={"precision.buffers": "bfloat16"})):
         assert {buffer.dtype for buffer in answer["buffers"].values()} == {torch.bfloat16}
         assert set(answer["dtypes"].values()) == {"torch.float32"}  # weights keep theirs
 
 
-@pytest.mark.parametrize("micro_batch", [None, 1])
+@pytest.mark.parametrize("micro_batch", [None, pytest.param(1, marks=pytest.mark.proof_on("gloo", "torchtpu"))])
 def test_c7_compilations_are_known_from_the_config(group: Group, run: Run, micro_batch: int | None) -> None:
-    case = ADAMW if micro_batch is None else Case(micro_batch=1)
+    case = ADAMW if micro_batch is None else Case(micro_batch=1, settings=ONE_LAYER)
     accumulates = micro_batch == 1 and group.devices < GLOBAL_BATCH
     expected = 1 + accumulates if group.engine.compiles else 0
     for answer in run(group, case):
@@ -126,16 +128,19 @@ def test_c7_compilations_are_known_from_the_config(group: Group, run: Run, micro
 def test_c7_a_learning_rate_of_exactly_1_is_no_new_program(group: Group, run: Run) -> None:
     """XLA folds the numbers 0 and 1 into a program; a learning rate must not be one of its numbers."""
     optim = {"name": "sgd", "lr": 1.0, "weight_decay": 0.0, "warmup_steps": 2, "schedule": "linear"}
-    for answer in run(group, Case(steps=5, optim=optim, max_grad_norm=0.1)):
+    for answer in run(group, Case(settings=ONE_LAYER, steps=5, optim=optim, max_grad_norm=0.1)):
         # None where an earlier job of the worker compiled the same program, which is kept as long as the process.
         again = group.engine.threads and answer["compilations"] == 0
         assert again or answer["compilations"] == answer["expected_compilations"]
 
 
 # 1 - 0.1^t is 1 in float32 from the eighth step on: XLA folds the numbers 0 and 1 into a program.
-QUICK_BETAS = Case(steps=12, optim={"name": "adamw", "lr": 1e-3, "betas": [0.1, 0.1], "weight_decay": 0.1})
+QUICK_BETAS = Case(
+    settings=ONE_LAYER, steps=12, optim={"name": "adamw", "lr": 1e-3, "betas": [0.1, 0.1], "weight_decay": 0.1}
+)
 
 
+@pytest.mark.proof_on("gloo")
 def test_c7_bias_corrections_of_exactly_1_are_no_new_program(group: Group, run: Run) -> None:
     for answer in run(group, QUICK_BETAS):
         assert answer["compilations"] == answer["expected_compilations"]
@@ -200,7 +205,9 @@ def _five_steps(run: jobs.Run, after_two_and_five: Callable[[], dict[str, Any]])
         # The root holds nothing then: the unit that ran last in a forward is not the one that backward begins with.
         pytest.param({"sharding.wrap_modules": ["model.norm"]}, id="FULL_SHARD", marks=pytest.mark.proof),
         pytest.param(
-            {"sharding.strategy": "SHARD_GRAD_OP", "train.micro_batch": 1}, id="SHARD_GRAD_OP in micro batches"
+            {"sharding.strategy": "SHARD_GRAD_OP", "train.micro_batch": 1},
+            id="SHARD_GRAD_OP in micro batches",
+            marks=pytest.mark.proof_on("gloo", "torchtpu"),
         ),
     ],
 )

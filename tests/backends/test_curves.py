@@ -7,10 +7,10 @@ from typing import Any
 import jobs
 import pytest
 import torch
-from cases import ARCHITECTURES, GLOBAL_BATCH, Case, assemble
+from cases import ARCHITECTURES, GLOBAL_BATCH, ONE_LAYER, Case, assemble
 from reference import reference
 from test_engine_checkpoints import assert_travels
-from workers import GROUPS, GetWorkers, Group, JobFailed, Run, marked
+from workers import IN_THREADS, GetWorkers, Group, JobFailed, Run, marked
 
 # Relative bounds of DESIGN.md's "equal curves"; rounding alone reaches 4e-6 at 40 steps.
 FP32_20_STEPS, FP32_50_STEPS, BF16_20_STEPS = 1e-5, 5e-5, 2e-3
@@ -18,16 +18,19 @@ SGD = {"name": "sgd", "lr": 0.5, "weight_decay": 0.0}
 ADAFACTOR = {"name": "adafactor", "lr": 3e-3, "weight_decay": 0.1}
 MUON = {"name": "muon", "lr": 3e-3, "momentum": 0.95, "weight_decay": 0.1}
 SUITE = {
-    "llama": Case(steps=50),
-    "llama_tied": Case("llama_tied", steps=50),
+    "llama": Case(),
+    "llama_tied": Case("llama_tied"),
     "sgd": Case(optim=SGD, max_grad_norm=None),
-    "micro batches of 1": Case(micro_batch=1),
-    "rows of padding": Case(micro_batch=2, steps=20, settings={"train.global_batch": 11, "data.packing": "documents"}),
+    "micro batches of 1": Case(micro_batch=1, settings=ONE_LAYER),
+    "rows of padding": Case(
+        micro_batch=2, settings=ONE_LAYER | {"train.global_batch": 11, "data.packing": "documents"}
+    ),
     # State of other shapes than the weights'; products of whole matrices.
     "adafactor": Case(steps=12, optim=ADAFACTOR),
     "muon": Case("llama_tied", steps=12, optim=MUON),
 }
 PROOFS = {
+    "50 steps": Case(steps=50),
     "adam": Case(optim={"name": "adam", "lr": 1e-3, "weight_decay": 0.01}),
     "lion": Case(optim={"name": "lion", "lr": 3e-4, "betas": [0.9, 0.99], "weight_decay": 0.1}),
     "adafactor of experts": Case("mixtral", optim=ADAFACTOR, strategy="SHARD_GRAD_OP"),
@@ -54,7 +57,17 @@ def assert_equal_curves(answers: list[dict[str, Any]], case: Case, bound: float 
     assert truth.losses[-1] < truth.losses[0] - 0.05, "the run learnt nothing: its curve would show no fault"
 
 
-@pytest.mark.parametrize("name", [*SUITE, *(pytest.param(name, marks=pytest.mark.proof) for name in PROOFS)])
+PROOF_ON = {"micro batches of 1": "native", "rows of padding": "native", "muon": "native", "adafactor": "xla"}
+
+
+@pytest.mark.parametrize("group", [marked(group) for group in IN_THREADS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=[pytest.mark.proof_on(PROOF_ON.get(name))]) for name in SUITE),
+        *(pytest.param(name, marks=pytest.mark.proof) for name in PROOFS),
+    ],
+)
 def test_fp32_equals_a_plain_loop(group: Group, workers: GetWorkers, run: Run, name: str) -> None:
     case = (SUITE | PROOFS)[name]
     if any(workers(group).run(jobs.is_refused, case=case)):  # optimizers of whole matrices, on flat shards
@@ -69,7 +82,7 @@ def test_fp32_equals_a_plain_loop(group: Group, workers: GetWorkers, run: Run, n
         marked(Group(engine, devices), in_suite=False)
         for engine, most in (("native", 8), ("xla", 4))
         for devices in range(1, most + 1)
-        if Group(engine, devices) not in GROUPS  # whose curves "micro batches of 1" are these
+        if Group(engine, devices) not in IN_THREADS  # whose curves "micro batches of 1" are these
     ],
 )
 def test_any_number_of_devices_trains_a_global_batch(group: Group, workers: GetWorkers) -> None:
@@ -78,6 +91,7 @@ def test_any_number_of_devices_trains_a_global_batch(group: Group, workers: GetW
     assert_equal_curves(workers(group).run(jobs.train, case=case), case)
 
 
+@pytest.mark.parametrize("group", [marked(group) for group in IN_THREADS])
 def test_bf16_equals_fp32_within_rounding(group: Group, run: Run) -> None:
     case = Case(compute="bfloat16")
     answers = run(group, case)
@@ -86,9 +100,11 @@ def test_bf16_equals_fp32_within_rounding(group: Group, run: Run) -> None:
     assert max(abs(metrics["loss"] - loss) / loss for metrics, loss in pairs) > FP32_20_STEPS
 
 
+@pytest.mark.parametrize("group", [marked(group) for group in IN_THREADS])
+@pytest.mark.proof_on("xla")
 def test_all_in_bfloat16_learns_and_stays_bfloat16(group: Group, workers: GetWorkers, run: Run) -> None:
     """Small updates are lost in bfloat16 weights, so the curve is near that of float32 and not equal to it."""
-    case = Case(compute="bfloat16", steps=8, settings={"precision.master": "bfloat16"})
+    case = Case(compute="bfloat16", steps=8, settings=ONE_LAYER | {"precision.master": "bfloat16"})
     if any(workers(group).run(jobs.is_refused, case=case)):
         return
     answers = run(group, case)
@@ -96,7 +112,7 @@ def test_all_in_bfloat16_learns_and_stays_bfloat16(group: Group, workers: GetWor
     steps = {tensor.dtype for key, tensor in state.items() if key.startswith("step/")}
     assert {tensor.dtype for key, tensor in state.items() if not key.startswith("step/")} == {torch.bfloat16}
     assert steps == {torch.float32}
-    metrics, truth = answers[0]["metrics"], reference(replace(case, compute="float32", settings={}))
+    metrics, truth = answers[0]["metrics"], reference(replace(case, compute="float32", settings=ONE_LAYER))
     losses = [row["loss"] for row in metrics]
     assert losses == pytest.approx(truth.losses, rel=1e-2)
     # A norm taken in bfloat16 is 5 % off.
@@ -106,11 +122,12 @@ def test_all_in_bfloat16_learns_and_stays_bfloat16(group: Group, workers: GetWor
 
 # ------------------------------------------------------------------------------------- optimizers
 
-NATIVE, XLA = Group("native", 3), Group("xla", 3)
+NATIVE, XLA = Group("native", 3), Group("xla", 4)
 
 
 def of_own(name: str) -> Case:
-    return Case(steps=1, optim={"factory": f"own_optimizers:{name}", "lr": 1e-3, "weight_decay": 0.0})
+    optim = {"factory": f"own_optimizers:{name}", "lr": 1e-3, "weight_decay": 0.0}
+    return Case(steps=1, optim=optim, settings=ONE_LAYER)
 
 
 @pytest.mark.parametrize(

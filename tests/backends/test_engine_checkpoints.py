@@ -126,12 +126,12 @@ COPIES = Case(strategy="NO_SHARD", steps=3)
 HYBRID = Case(strategy="HYBRID_SHARD", steps=3, settings={"sharding.replicas": 2})
 ZERO2 = Case(strategy="HYBRID_SHARD_ZERO2", steps=3, max_grad_norm=0.01, settings={"sharding.replicas": 2})
 REPLICAS: list[tuple[Group, Case, dict[str, bool], str, bool]] = [  # ..., the equal replicas, in the suite
-    (Group("native", 2), COPIES, {}, "process 0 | process 1", False),
-    (Group("native", 3), COPIES, ASYNC, "process 0, process 1 | process 2", True),
-    (Group("native", 4), HYBRID, {}, "process 1 | process 3", True),
-    (Group("native", 4), ZERO2, ASYNC, "process 1 | process 3", False),
-    (Group("xla", 3), COPIES, ASYNC, "process 0 replica 0, process 0 replica 1 | process 0 replica 2", True),
-    (Group("xla", 4), HYBRID, {}, "process 0 replica 0 | process 0 replica 1", False),
+    (Group("gloo", 2), COPIES, {}, "process 0 | process 1", False),
+    (Group("gloo", 3), COPIES, ASYNC, "process 0, process 1 | process 2", True),
+    (Group("gloo", 4), HYBRID, {}, "process 1 | process 3", True),
+    (Group("gloo", 4), ZERO2, ASYNC, "process 1 | process 3", False),
+    (Group("xla", 3), COPIES, ASYNC, "process 0 replica 0, process 0 replica 1 | process 0 replica 2", False),
+    (Group("xla", 4), HYBRID, {}, "process 0 replica 0 | process 0 replica 1", True),
     (Group("xla_fsdp1", 2), COPIES, {}, "process 0 | process 1", False),
     (Group("xla_fsdp1", 4), HYBRID, {}, "process 1 | process 3", False),
 ]
@@ -238,7 +238,7 @@ def test_a_load_holds_one_tensor_beside_its_shards(tmp_path: Path, monkeypatch: 
     case = Case(settings={"model.architecture": LARGE})
     for name, value in RETURN_FREED_MEMORY.items():
         monkeypatch.setenv(name, value)
-    for group in (Group("native", 2), Group("xla", 2)):
+    for group in (Group("gloo", 2), Group("xla", 2)):
         workers = Workers(group)
         try:
             if not list(tmp_path.iterdir()):

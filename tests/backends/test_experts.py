@@ -82,7 +82,11 @@ CURVES = {
 
 @pytest.mark.parametrize(
     ("group", "name"),
-    [marked(Group("native", 2), name, in_suite="rows" in name) for name in CURVES if name != "scanned"]
+    [
+        marked(Group("gloo" if name == "compiled" else "native", 2), name, in_suite="rows" in name)
+        for name in CURVES
+        if name != "scanned"
+    ]
     + [marked(Group("xla", 4), name, in_suite=False) for name in ("capacity for all", "scanned")],
 )
 def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
@@ -155,7 +159,7 @@ def test_the_kernel_gives_what_the_dense_formula_gives(model: str, workers: GetW
     """Under the axis, where padding follows the groups: a kernel leaves its rows unwritten."""
     case = replace(case_of(model, **{"sharding.expert": 2, "compile.scan_layers": model == "qwen3_moe"}), steps=1)
     kernel, dense = (
-        workers(Group("xla", 2)).run(kernel_run, case=case, interpreted=value)[0] for value in (True, False)
+        workers(Group("xla", 4)).run(kernel_run, case=case, interpreted=value)[0] for value in (True, False)
     )
     for own, expected in zip(kernel, dense, strict=True):
         assert own["loss"] == pytest.approx(expected["loss"], rel=1e-5)

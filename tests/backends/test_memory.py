@@ -44,7 +44,7 @@ Settings = dict[str, Any]
 ONE = Group("native", 1)
 
 # As many heads for keys as for queries: only then SDPA has a kernel on CPU, which is what "attention" names.
-DEEP = {"model.architecture": {**ARCHITECTURES["llama"], "num_hidden_layers": 12, "num_key_value_heads": 6}}
+DEEP = {"model.architecture": {**ARCHITECTURES["llama"], "num_hidden_layers": 6, "num_key_value_heads": 6}}
 SELECTIVE = {**DEEP, "memory.gradient_checkpointing": "selective"}
 RECOMPUTED = {"memory.gradient_checkpointing": "full"}
 FULL = DEEP | RECOMPUTED
@@ -180,7 +180,7 @@ def test_equal_layers_are_one_program_without_breaks(
     devices: int, settings: Settings, tolerance: float, workers: GetWorkers
 ) -> None:
     plain, answer = (
-        workers(Group("native", devices)).run(programs, case=Case(settings=TWELVE | settings | compiled))[0]
+        workers(Group("gloo", devices)).run(programs, case=Case(settings=TWELVE | settings | compiled))[0]
         for compiled in ({}, COMPILED)
     )
     assert (plain["programs"], answer["programs"]) == (0, 2)  # all layers, and the loss
@@ -192,7 +192,7 @@ def test_equal_layers_are_one_program_without_breaks(
 def test_a_budget_bounds_what_compiled_layers_keep_and_leaves_the_curve(devices: int, workers: GetWorkers) -> None:
     def run(budget: float | None) -> dict[str, Any]:
         within = {} if budget is None else {"memory.gradient_checkpointing": "budget", "memory.budget": budget}
-        return workers(Group("native", devices)).run(programs, case=Case(settings=COMPILED | within))[0]
+        return workers(Group("gloo", devices)).run(programs, case=Case(settings=COMPILED | within))[0]
 
     plain, half, least, again = map(run, (None, 0.5, 0.0, None))
     assert 0.95 * plain["kept"] > half["kept"] > least["kept"]
@@ -207,7 +207,7 @@ def test_a_budget_bounds_what_compiled_layers_keep_and_leaves_the_curve(devices:
 def test_inductor_compiles_units_over_shards(workers: GetWorkers, tmp_path: Path) -> None:
     """torch's default compiler, which builds kernels for GPUs, here builds C++; a start with it on CPU is refused."""
     eager, answer, again = (
-        workers(Group("native", 2)).run(programs, case=Case(settings=settings), inductor=inductor)[0]
+        workers(Group("gloo", 2)).run(programs, case=Case(settings=settings), inductor=inductor)[0]
         for settings, inductor in (({}, ""), (COMPILED, str(tmp_path)), (COMPILED, str(tmp_path)))
     )
     assert (answer["programs"], answer["breaks"]) == (2, {})

@@ -266,7 +266,7 @@ def drawn(sections: dict[str, Any], make: Callable[[], nn.Module]) -> list[float
 
 
 @pytest.mark.parametrize("kind", [Block, Noise])
-@pytest.mark.parametrize("group", [marked(Group("xla", 3)), marked(Group("xla_fsdp1", 1))])
+@pytest.mark.parametrize("group", [marked(Group("xla", 4)), marked(Group("xla_fsdp1", 1))])
 def test_recomputed_layers_draw_the_same_numbers_again_on_xla(
     group: Group, kind: type[nn.Module], workers: GetWorkers
 ) -> None:
@@ -279,10 +279,10 @@ def test_recomputed_layers_draw_the_same_numbers_again_on_xla(
 @pytest.mark.parametrize(
     ("group", "sections", "make", "words"),
     [
-        marked(Group("xla", 3), {}, partial(Net, Noise), r"they draw random numbers \(aten\.rand"),
-        marked(Group("xla", 3), RECOMPUTED, partial(Net, Noise), r"they draw random numbers \(aten\.rand"),
-        marked(Group("xla", 3), {}, partial(Skips, Layer), r"the model calls blocks\.2 instead of blocks\.1"),
-        marked(Group("xla", 3), {}, partial(Ends, Layer), r"the model doesn't call blocks\.2"),
+        marked(Group("xla", 4), {}, partial(Net, Noise), r"they draw random numbers \(aten\.rand"),
+        marked(Group("xla", 4), RECOMPUTED, partial(Net, Noise), r"they draw random numbers \(aten\.rand"),
+        marked(Group("xla", 4), {}, partial(Skips, Layer), r"the model calls blocks\.2 instead of blocks\.1"),
+        marked(Group("xla", 4), {}, partial(Ends, Layer), r"the model doesn't call blocks\.2"),
     ],
 )
 def test_scanned_layers_that_one_loop_would_change_are_refused(
@@ -324,7 +324,7 @@ def two_losses(fails: bool) -> tuple[list[float], int]:
 @pytest.mark.xla
 def test_scanned_layers_run_after_a_forward_that_failed(workers: GetWorkers) -> None:
     (losses, programs), (plain, _) = (
-        workers(Group("xla", 3)).run(two_losses, fails=fails)[0] for fails in (True, False)
+        workers(Group("xla", 4)).run(two_losses, fails=fails)[0] for fails in (True, False)
     )
     assert (losses, programs) == (plain, 1)
 

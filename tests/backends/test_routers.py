@@ -62,7 +62,7 @@ BIASES = {"whole": with_bias(), "micro batches": with_bias(micro_batch=1, checkp
         marked(
             Group(engine, devices),
             name,
-            in_suite=(engine, devices, name) == ("xla", 3, "whole"),
+            in_suite=(engine, devices, name) == ("xla", 4, "whole"),
         )
         for engine, devices in ENGINES
         for name in BIASES

@@ -169,7 +169,7 @@ def plain_run(example: Example) -> tuple[list[float], float | None, float | None
     return losses, loss, None if example.loss is of_transformers or is_right is None else is_right.float().mean().item()
 
 
-NATIVE, XLA = Group("native", 2), Group("xla", 3)
+NATIVE, XLA = Group("native", 2), Group("xla", 4)
 IN_SUITE = {NATIVE: [name for name in EXAMPLES if name not in ("bert", "roberta")], XLA: ["t5"]}
 
 
@@ -220,8 +220,8 @@ UNEVEN = ("train.global_batch=7", "train.micro_batch=2", *WITHOUT_EVALUATION)
 LOSSES = [
     *(marked(group, name, (), in_suite=name in of_suite) for group, of_suite in IN_SUITE.items() for name in EXAMPLES),
     # Before the test that resumes such a run in the same processes: its programs are compiled by then.
-    marked(Group("xla", 2), "buckets", ONE_MICRO_BATCH),
-    marked(Group("xla", 2), "buckets", ()),
+    marked(Group("xla", 4), "buckets", ONE_MICRO_BATCH),
+    marked(Group("xla", 4), "buckets", ()),
     marked(NATIVE, "buckets", (), in_suite=True),
     *(
         marked(group, name, UNEVEN, in_suite=group == NATIVE and name in ("scores", "buckets"))
@@ -280,8 +280,8 @@ def test_padding_that_would_change_a_loss_is_refused(
 @pytest.mark.parametrize(
     ("example", "reader"),
     [
-        pytest.param(EXAMPLES["dpo"], XLA, id="dpo-xla-3", marks=pytest.mark.proof),
-        pytest.param(IN_BUCKETS, Group("xla", 2), id="buckets-xla-2"),
+        pytest.param(EXAMPLES["dpo"], XLA, id="dpo", marks=pytest.mark.proof),
+        pytest.param(IN_BUCKETS, Group("xla", 4), id="buckets"),
     ],
 )
 def test_a_task_resumes_on_another_engine_bit_for_bit(

@@ -302,7 +302,7 @@ def collectives_of_a_layer(workers: GetWorkers, rows: bool, **more: Any) -> dict
     for layers in (2, 3):
         architecture = ARCHITECTURES["llama"] | {"num_hidden_layers": layers}
         case = Case("llama", steps=2, settings={"model.architecture": architecture, **settings_of(2, rows), **more})
-        found.append(workers(Group("native", 2)).run(jobs.collectives, case=case)[0]["backend"])
+        found.append(workers(Group("gloo", 2)).run(jobs.collectives, case=case)[0]["backend"])
     two, three = found
     return {
         kind: (three[kind].calls - two[kind].calls, three[kind].bytes - two[kind].bytes)
@@ -330,7 +330,7 @@ def warnings_of_opening(case: Case, devices_per_host: int) -> list[str]:
 
 def test_an_axis_across_hosts_is_said_once(workers: GetWorkers) -> None:
     case = Case(settings=settings_of(4))
-    inside, across = (workers(NATIVE).run(warnings_of_opening, case=case, devices_per_host=n) for n in (4, 2))
+    inside, across = (workers(Group("gloo", 4)).run(warnings_of_opening, case=case, devices_per_host=n) for n in (4, 2))
     assert inside == [[]] * 4
     assert across[1:] == [[]] * 3
     assert across[0][0].startswith("sharding.tensor: its 4 devices lie on several hosts.")

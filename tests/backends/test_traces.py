@@ -93,7 +93,7 @@ def test_kernels_of_a_gpu_belong_to_the_unit_that_launched_them() -> None:
 
 # ------------------------------------------------------------ processes that the others wait for
 
-THREE = Group("native", 3)
+THREE = Group("gloo", 3)
 
 
 def train_with_a_slow_process(config: Config, slow: int | None, place: str, seconds: float) -> None:

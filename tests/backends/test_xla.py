@@ -1,11 +1,11 @@
 """XLA SPMD: what each option does to the curve, to the bytes of a device, and to the program that XLA compiled.
 
-One run of each case answers all three. Its program is read after partitioning, as a worker writes it whose XLA_FLAGS
-say so.
+One run of each case answers all three. Its program is read after partitioning, as XLA writes it for a worker.
 """
 
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,7 @@ from jobs import device_count, open_case, running
 from test_contract import evaluated, evaluated_case
 from test_curves import BF16_20_STEPS, assert_equal_curves
 from torch import Tensor, nn
-from workers import GetWorkers, Group, JobFailed, Workers
+from workers import GetWorkers, Group, JobFailed
 
 from portable_fsdp.plan.hlo import collectives_by_dtype
 from portable_fsdp.train.build import shard
@@ -27,7 +27,9 @@ pytestmark = pytest.mark.xla
 
 LAYERS, DEVICES, STEPS = 2, 4, 10
 SCAN = {"compile.scan_layers": True}
-DEEPER = {"model.architecture": {**ARCHITECTURES["llama"], "num_hidden_layers": 4}}
+# A size of its own: a program that another test had compiled would not be written again.
+LLAMA = ARCHITECTURES["llama"] | {"vocab_size": 1010}
+DEEPER = {"model.architecture": LLAMA | {"num_hidden_layers": 4}}
 FROZEN = {"model.freeze": ["model.embed_tokens", "model.layers.0"]}
 FLOAT32_SUMS = {"precision.reduce": "float32", "precision.modules": {"*norm*": "float32"}}
 
@@ -35,7 +37,8 @@ FLOAT32_SUMS = {"precision.reduce": "float32", "precision.modules": {"*norm*": "
 def case(
     strategy: str = "FULL_SHARD", checkpointing: str = "none", micro_batch: int | None = None, **more: Any
 ) -> Case:
-    settings = {"sharding.replicas": 2} if strategy.startswith("HYBRID") else {}
+    settings: dict[str, Any] = {} if "model" in more else {"model.architecture": LLAMA}
+    settings |= {"sharding.replicas": 2} if strategy.startswith("HYBRID") else {}
     settings |= more.pop("settings", {})
     return Case(
         steps=STEPS, strategy=strategy, checkpointing=checkpointing, micro_batch=micro_batch, settings=settings, **more
@@ -43,7 +46,6 @@ def case(
 
 
 CASES = {
-    # First, in a process that has traced nothing: autograd has numbered few of the operations that run again.
     "grad_op, micro batches": case("SHARD_GRAD_OP", "full", 1),
     "full": case(),
     "full, recompute": case(checkpointing="full"),
@@ -66,8 +68,8 @@ CASES = {
 GetAnswer = Callable[[str], dict[str, Any]]
 
 
-def xla_run(case: Case, folder: str) -> dict[str, Any]:
-    """A whole run: its metrics, what each device holds after it, and the programs that XLA wrote into `folder`."""
+def xla_run(case: Case) -> dict[str, Any]:
+    """A whole run: its metrics, what each device holds after it, and the programs that XLA wrote."""
     with running(case) as run:
         backend = run.backend
         metrics = run.train(1, case.steps)
@@ -79,7 +81,7 @@ def xla_run(case: Case, folder: str) -> dict[str, Any]:
             "metrics": metrics,
             "held": held,
             "final": run.state(),
-            "programs": _programs(Path(folder), backend.devices),
+            "programs": _programs(Path(os.environ["XLA_PROGRAMS"]), backend.devices),
             "compilations": backend.compilations,
             "expected_compilations": backend.expected_compilations,
         }
@@ -98,12 +100,11 @@ def _on_devices(tensor: Tensor) -> tuple[tuple[int, ...], list[tuple[int, ...]]]
 
 
 def _programs(folder: Path, devices: int) -> dict[str, Any]:
-    """Name -> what stands in the program after partitioning. Empties the folder: another process names files alike."""
+    """Name -> what stands in the program after partitioning."""
     programs: dict[str, Any] = {}
     for path in folder.iterdir():
-        text = path.read_text(errors="ignore")
-        path.unlink()
         if path.name.endswith("cpu_after_optimizations.txt"):
+            text = path.read_text(errors="ignore")
             gathers = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
             programs[path.name.split(".")[1]] = {
                 "collectives": collectives_by_dtype(text, devices),
@@ -116,18 +117,14 @@ def _programs(folder: Path, devices: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def answer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetAnswer]:
+def answer(workers: GetWorkers) -> GetAnswer:
     """What the run of a case says, run once."""
-    folder = tmp_path_factory.mktemp("programs")
-    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step|micro_batch"
-    workers = Workers(Group("xla", DEVICES), xla_flags=flags)
 
     @cache
     def get(name: str) -> dict[str, Any]:
-        return workers.run(xla_run, case=CASES[name], folder=str(folder))[0]
+        return workers(Group("xla", DEVICES)).run(xla_run, case=CASES[name])[0]
 
-    yield get
-    workers.close()
+    return get
 
 
 OF_PROOF = (
@@ -300,7 +297,7 @@ def test_what_a_model_cannot_have_is_refused_when_it_is_laid_out(
     messages: list[str] = []
     for name, refused in REFUSED.items():
         with pytest.raises(JobFailed) as failure:
-            workers(Group("xla", 1)).run(jobs.opened, case=refused, build=True)
+            workers(Group("xla", DEVICES)).run(jobs.opened, case=refused, build=True)
         messages.append(f"{name}: {failure.value.kind}\n{failure.value.message}\n")
     assert_golden(Path(__file__).parent / "goldens/refused_on_xla.txt", "\n".join(messages))
 

@@ -1,9 +1,10 @@
 """Models whose blocks pass more than tensors in tuples: test_boundary.py trains them on engines and in a plain loop."""
 
 import dataclasses
+import threading
 from collections import UserDict, deque
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -138,26 +139,33 @@ class Kinds(Model):
         return value.queue[0].x + value.table["y"] * 0.5
 
 
+class Beside(threading.local):
+    """Values beside a model: each device has its own, where devices are threads."""
+
+    def __init__(self) -> None:
+        self.losses = list[Tensor]()
+
+
 class Attribute(Model):
     """A loss on the block itself, one in a list and one beside the model, all read later; torch's backward begins with
     the last of them."""
 
-    losses: ClassVar[list[Tensor]] = []
+    beside = Beside()
 
     class block(Block):
         def forward(self, x: Tensor) -> Tensor:
             out = self.compute(x)
             self.aux = self.inner(out).square().mean(dim=(1, 2))
             self.several = {"list": [self.outer(x).mean(dim=(1, 2))]}
-            Attribute.losses.append(self.outer(self.inner(x)).mean(dim=(1, 2)))
+            Attribute.beside.losses.append(self.outer(self.inner(x)).mean(dim=(1, 2)))
             return out
 
     def forward(self, x: Tensor) -> Tensor:
-        self.losses.clear()
+        self.beside.losses.clear()
         logits = super().forward(x)
         for block in self.blocks:
             logits = logits + (block.aux + block.several["list"][0])[:, None, None]
-        return logits * (1 + torch.stack(self.losses).sum(dim=0))[:, None, None]
+        return logits * (1 + torch.stack(self.beside.losses).sum(dim=0))[:, None, None]
 
 
 class OnlyAttribute(Model):
@@ -228,15 +236,15 @@ class Parts(Model):
 class Hidden(Model):
     """The last block computes what nothing that it returns leads to."""
 
-    losses: ClassVar[list[Tensor]] = []
+    beside = Beside()
 
     class block(Block):
         def forward(self, x: Tensor) -> Tensor:
-            Hidden.losses[:] = [self.compute(x)]
-            return Hidden.losses[0].detach() if self.number == 2 else Hidden.losses[0]
+            Hidden.beside.losses[:] = [loss := self.compute(x)]
+            return loss.detach() if self.number == 2 else loss
 
     def middle(self, x: Tensor) -> Tensor:
-        return super().middle(x) + self.losses[0]
+        return super().middle(x) + self.beside.losses[0]
 
 
 class ScalarBlock(Block):

@@ -1,8 +1,10 @@
 """Long-lived processes that tests send jobs to: one group per (backend, devices), so that imports are paid once.
 
-Native: `devices` gloo processes. XLA: one process with that many virtual PJRT CPU devices. XLA FSDP1: one process with
-a thread for each of them, which does what a process does elsewhere. A job is a function of a test's own file, or of
-jobs.py; each process (or thread) of the group runs it, and the group sends back what they return.
+Native: one process with a thread for each device, for every number of devices. gloo: the same engine in `devices`
+processes, for what threads can't show: the contract, checkpoints, the wire and torch.compile. XLA: one process with
+that many virtual PJRT CPU devices. XLA FSDP1: one process with a thread for each of them. A job is a function of a
+test's own file, or of jobs.py; each process (or thread) of the group runs it, and the group sends back what they
+return.
 """
 
 import gc
@@ -10,11 +12,17 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -51,6 +59,7 @@ class Engine(NamedTuple):
 
     devices: tuple[int, ...]  # a group of workers of each number
     in_suite: tuple[int, ...]  # those of every commit; the others are for the proofs: minutes each
+    backend: str  # as the package calls it
     device: str = "cpu"
     begin: Callable[[], None] = lambda: None  # in each process, before the first job
     environment: Callable[[int], dict[str, str]] = lambda devices: {}
@@ -58,6 +67,8 @@ class Engine(NamedTuple):
     compiles: bool = False  # steps become programs, which a process keeps
     needs_xla: bool = False
     threads: bool = False  # one for each device, in one process
+    any_size: bool = False  # the process runs jobs on any number of devices
+    before_torch: bool = False  # `begin` comes before torch is imported
 
 
 def _begin_native() -> None:
@@ -102,12 +113,15 @@ def _on_pjrt(devices: int) -> dict[str, str]:
     threads = str(8 * devices)
     # What takes longest is LLVM; what it would gain in speed is nothing in models this small.
     quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    folder = tempfile.mkdtemp(prefix="programs-")
+    programs = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step|micro_batch"
     return {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(devices),
         "XLA_THREAD_POOL_SIZE": threads,
         "PJRT_NPROC": threads,
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip(),
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {quick} {programs}".strip(),
+        "XLA_PROGRAMS": folder,
     }
 
 
@@ -118,13 +132,16 @@ def _in_order(devices: int) -> dict[str, str]:
 
 
 ENGINES = {
-    "native": Engine((1, 2, 3), (3,), "cpu", _begin_native, _on_loopback, process_a_device=True),
-    "xla": Engine((1, 3, 4), (3,), environment=_on_pjrt, compiles=True, needs_xla=True),
-    "xla_fsdp1": Engine((2,), (), environment=_in_order, compiles=True, needs_xla=True, threads=True),
-    "toy": Engine((4,), (), begin=_begin_toy, environment=_on_loopback, process_a_device=True),
-    "torchtpu": Engine((1,), (1,), "tpu", _begin_torchtpu, _on_chips, process_a_device=True),
+    "native": Engine((), (3,), "native", threads=True, any_size=True),
+    "gloo": Engine((1, 2, 3), (3,), "native", "cpu", _begin_native, _on_loopback, process_a_device=True),
+    "xla": Engine((1, 3, 4), (4,), "xla", environment=_on_pjrt, compiles=True, needs_xla=True),
+    "xla_fsdp1": Engine((2,), (), "xla_fsdp1", environment=_in_order, compiles=True, needs_xla=True, threads=True),
+    "toy": Engine((4,), (), "toy", begin=_begin_toy, environment=_on_loopback, process_a_device=True),
+    "torchtpu": Engine(
+        (1,), (1,), "native", "tpu", _begin_torchtpu, _on_chips, process_a_device=True, before_torch=True
+    ),
 }
-"""3 is a number that divides no size of the models."""
+"""3 and 4 are numbers that divide no size of the models."""
 
 GROUPS = [
     Group(name, devices)
@@ -132,6 +149,10 @@ GROUPS = [
     for devices in engine.devices
     if (name == "torchtpu") == bool(os.environ.get("TEST_TORCHTPU"))  # make test-torchtpu: its environment has no other
 ]
+
+
+IN_THREADS = [group._replace(backend="native") if group.backend == "gloo" else group for group in GROUPS]
+"""The same with native's devices as threads."""
 
 
 def marked(group: Group, *more: Any, in_suite: bool | None = None) -> Any:
@@ -171,8 +192,14 @@ def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
     torch.set_num_threads(1)
     import jobs
 
-    run = _run
-    if engine.threads:
+    def run(job: Callable[[], Any], devices: int) -> list[Any]:
+        return [job()]
+
+    if engine.any_size:
+        import threaded_native
+
+        run = threaded_native.Threads().run
+    elif engine.threads:
         import threaded_pjrt
 
         run = threaded_pjrt.Devices().run
@@ -183,12 +210,14 @@ def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
         except EOFError:
             os._exit(0)  # an orderly end takes gloo and torch_xla seconds
         try:
-            job, arguments = pickle.loads(received)  # imports the job's file
+            job, devices, arguments = pickle.loads(received)  # imports the job's file
             if engine.threads and "case" in arguments:
                 jobs.import_model(arguments["case"])
-            answer = ("done", run(partial(job, **arguments)))
+            answer = ("done", run(partial(job, **arguments), devices))
         except BaseException as error:
             answer = ("failed", (type(error).__name__, str(error), traceback.format_exc()))
+        for program in os.scandir(os.environ["XLA_PROGRAMS"]) if engine.compiles else ():
+            os.unlink(program)
         gc.collect()  # a model's cycles hold its process groups, and those have threads
         # Plain pickle: multiprocessing's would send each tensor as an open file, until there are too many of them.
         pipe.send_bytes(pickle.dumps(answer))
@@ -200,8 +229,19 @@ def _is_full(process: Any) -> bool:
     return mappings > MOST_MAPPINGS or psutil.Process(process.pid).memory_info().rss > MOST_BYTES
 
 
-def _run(job: Callable[[], Any]) -> list[Any]:
-    return [job()]
+def _forking() -> ForkServerContext:
+    """Where processes are forked from one that has imported preloaded.py."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    # Python 3.11 gives it no sys.path. NumPy starts threads, and a fork has none of them.
+    with (
+        patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}),
+        patch.object(
+            tempfile, "tempdir", os.environ["PYTEST_DEBUG_TEMPROOT"]
+        ),  # its socket lies there until the very end
+    ):
+        forkserver.ensure_running()
+    return context
 
 
 class JobFailed(Exception):
@@ -213,12 +253,13 @@ class JobFailed(Exception):
 
 
 class Workers:
-    def __init__(self, group: Group, xla_flags: str = "") -> None:
-        self._group, self._xla_flags = group, xla_flags
+    def __init__(self, group: Group) -> None:
+        self._group = group
         self._start()
 
     def _start(self) -> None:
-        group, context = self._group, multiprocessing.get_context("spawn")
+        group = self._group
+        context = multiprocessing.get_context("spawn") if group.engine.before_torch else _forking()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -226,10 +267,8 @@ class Workers:
         for rank in range(group.processes):
             here, there = context.Pipe()
             environment = {"USE_TORCH_XLA": "0", "OMP_NUM_THREADS": "1", "GROUP_DEVICE": group.engine.device}
-            environment |= {"GROUP_BACKEND": "native" if group.backend == "torchtpu" else group.backend}
+            environment |= {"GROUP_BACKEND": group.engine.backend}
             environment |= group.engine.environment(group.devices)
-            if self._xla_flags:
-                environment["XLA_FLAGS"] += f" {self._xla_flags}"
             if group.engine.process_a_device:
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(group.processes)}
                 environment |= {"MASTER_PORT": str(port)}
@@ -247,7 +286,7 @@ class Workers:
             self.close()
             self._start()
         for pipe in self._pipes:
-            pipe.send_bytes(pickle.dumps((job, arguments)))
+            pipe.send_bytes(pickle.dumps((job, self._group.devices, arguments)))
         answers = [self._receive(rank) for rank in range(len(self._pipes))]
         for kind, value in answers:
             if kind == "failed":
@@ -265,6 +304,12 @@ class Workers:
             raise RuntimeError(
                 f"{self._group}: process {rank} died: exit code {self._processes[rank].exitcode}"
             ) from None
+
+    def on(self, group: Group) -> "Workers":
+        """The same processes, to run jobs on another number of devices."""
+        other = copy(self)
+        other._group = group
+        return other
 
     def close(self) -> None:
         for pipe in self._pipes:
