@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cli import PROGRAMS, TINY, committed, finish, losses, tiny_config
-from transformers import LlamaConfig, LlamaForCausalLM
+from cli import PROGRAMS, TINY, finish, losses
 
 pytestmark = pytest.mark.slow
 
@@ -26,26 +25,10 @@ def accelerate(folder: Path, **overrides: object) -> list[str | Path]:
     return [PROGRAMS / "accelerate", "launch", "--config_file", path]
 
 
-@pytest.mark.proof
-def test_the_file_of_accelerate_launch_counts(tmp_path: Path) -> None:
-    ours = ["--device=cpu", f"--config={tiny_config(tmp_path)}", "precision.reduce=float32"]
-    run = finish([*accelerate(tmp_path), "-m", "portable_fsdp.launch", *ours], tmp_path, **NATIVE)
-    assert run.err.count("started by torchrun, of accelerate launch: 2 process(es), 2 of them on this host\n") == 1
-    assert "sharding.strategy=SHARD_GRAD_OP (FSDP_RESHARD_AFTER_FORWARD)" in run.err
-    assert committed(tmp_path / "run") == [4, 6]
-    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
-    assert config["sharding"]["strategy"] == "SHARD_GRAD_OP"
-    assert config["sharding"]["wrap_classes"] == ["LlamaDecoderLayer"]
-    assert config["memory"]["gradient_checkpointing"] == "full"
-    assert config["precision"]["compute"] == "bfloat16"
-    assert config["precision"]["reduce"] == "float32"  # the override goes first
-
-
-# ------------------------------------------------------------------------------------- the same file, by both of us
-
-
 def model_and_config(folder: Path) -> None:
     """A model of two layers that both read, and a config of ours for it: no warmup, one learning rate."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # here: all who collect tests would wait seconds for it
+
     sizes: Any = TINY["model"]["architecture"]
     architecture: dict[str, Any] = {**sizes, "num_hidden_layers": 2, "tie_word_embeddings": False}
     with torch.random.fork_rng(devices=[]):

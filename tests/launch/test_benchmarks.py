@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from beside_trainer import TRAINER, Run, read_run, report
 from cli import PROGRAMS, ROOT, TINY, finish, launch, started
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.convert.read import load_config
 
@@ -57,6 +55,10 @@ def test_checkpoints_of_all_ways_are_saved_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.proof
 def test_beside_trainer_a_random_model_takes_the_same_course(folder: Path) -> None:
     """With weight decay and warmup, and a learning rate that would show another row, token or share of the schedule."""
+    # Here: all who collect tests would wait seconds for transformers' Trainer.
+    from beside_trainer import TRAINER, Run, read_run, report
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     model: dict[str, Any] = TINY["model"]
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**model["architecture"])).save_pretrained("model")
     words = ["--config=tiny.yaml", "model={pretrained: model}", "data.tokenizer=bytes", "data.eval_split=5%"]

@@ -7,12 +7,13 @@ import re
 import runpy
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from cli import ROOT, TINY, finish
+from cli import ROOT, TINY, TORCHRUN, finish
 from torch import Tensor, nn
 
 import portable_fsdp as pf
@@ -22,7 +23,6 @@ from portable_fsdp.models.loss import cross_entropy_sum
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 PYTHON = Path(sys.executable)
-STARTS = {"native": [PYTHON.parent / "torchrun", "--standalone", "--nproc_per_node=2"], "xla": [PYTHON]}
 
 
 def printed(out: str) -> list[float]:
@@ -56,13 +56,18 @@ def plain_losses(example: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "devices"),
-    [pytest.param("native", "", marks=pytest.mark.proof), pytest.param("xla", "3", marks=pytest.mark.xla)],
+    ("start", "words"),
+    [
+        ([PYTHON], ["native"]),
+        pytest.param([*TORCHRUN[:-2]], ["native"], marks=pytest.mark.proof),
+        pytest.param([PYTHON], ["xla", "3"], marks=[pytest.mark.proof, pytest.mark.xla]),
+    ],
+    ids=["one", "torchrun", "xla"],
 )
-def test_rows_of_ones_own_train_as_in_plain_pytorch(engine: str, devices: str, tmp_path: Path) -> None:
+def test_rows_of_ones_own_train_as_in_plain_pytorch(start: list[str | Path], words: list[str], tmp_path: Path) -> None:
     """The config has no batch, dataset or loss."""
     script = ROOT / "examples/own_rows.py"
-    run = finish([*STARTS[engine], script, "cpu", engine, *([devices] if devices else [])], tmp_path)
+    run = finish([*start, script, "cpu", *words], tmp_path)
     assert printed(run.out) == pytest.approx(plain_losses(runpy.run_path(str(script))), rel=1e-4)
     assert len(printed(run.out)) == 4
     assert (tmp_path / "runs/own_rows/step-00000200").is_dir(), list((tmp_path / "runs/own_rows").iterdir())
@@ -109,27 +114,24 @@ def test_make_config_takes_classes_functions_and_values() -> None:
     assert config_text(config)
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"optim": {"lrr": 1e-3}}, "optim.lrr"),
-        ({"optim": {"lr": "fast"}}, "optim.lr: expected"),
-        ({"optimizer": {"lr": 1e-3}}, "optimizer"),
-        (
-            {"model": {"factory": lambda: nn.Linear(1, 1)}},
-            "or a class or function at the top level of a module, found <function",
-        ),
-        ({"optim": 1e-3}, 'optim: expected a dict such as optim={"lr": 1e-3}, found 0.001'),
-        ({"train": None}, 'train: expected a dict such as optim={"lr": 1e-3}, found None'),
-        ({"model": {"factory": Module()}}, "model.factory: expected a YAML value, or a class or function"),
-        ({"model": {"factory": functools.partial(Module)}}, "found functools.partial"),
-        ({"precision": {"compute": torch.bfloat16}}, "precision.compute: expected a YAML value"),
-        ({"train": {"global_batch": 8}}, "exactly one of train.steps and train.epochs"),
-    ],
-)
-def test_a_mistake_in_make_config_is_named(sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        pf.make_config(**sections)
+MISTAKES_IN_A_CONFIG: list[tuple[dict[str, Any], str]] = [
+    ({"optim": {"lrr": 1e-3}}, "optim.lrr"),
+    ({"optim": {"lr": "fast"}}, "optim.lr: expected"),
+    ({"optimizer": {"lr": 1e-3}}, "optimizer"),
+    ({"model": {"factory": lambda: None}}, "or a class or function at the top level of a module, found <function"),
+    ({"optim": 1e-3}, 'optim: expected a dict such as optim={"lr": 1e-3}, found 0.001'),
+    ({"train": None}, 'train: expected a dict such as optim={"lr": 1e-3}, found None'),
+    ({"model": {"factory": Module()}}, "model.factory: expected a YAML value, or a class or function"),
+    ({"model": {"factory": functools.partial(Module)}}, "found functools.partial"),
+    ({"precision": {"compute": torch.bfloat16}}, "precision.compute: expected a YAML value"),
+    ({"train": {"global_batch": 8}}, "exactly one of train.steps and train.epochs"),
+]
+
+
+def test_a_mistake_in_make_config_is_named() -> None:
+    for sections, message in MISTAKES_IN_A_CONFIG:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            pf.make_config(**sections)
 
 
 def test_a_loss_of_ones_own_needs_a_batch_without_padding() -> None:
@@ -144,44 +146,13 @@ def test_a_loss_of_ones_own_needs_a_batch_without_padding() -> None:
         pf.build_training(config, engine, 256)
 
 
-NAMES = """
-import torch
-from torch import nn
-
-import portable_fsdp as pf
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(2, 1)
-
-    def forward(self, x, uses=None, forward=None, module=None):
-        return self.inner(x) * uses * forward * module
-
-
-def loss(model, batch):
-    return model(batch["x"], uses=1, forward=1, module=1).sum(), torch.tensor(4)
-
-
-config = pf.make_config()
-with pf.open_backend(config, device="cpu", backend="xla") as engine:
-    model, optimizer = pf.shard(Model, config, engine)
-    step = pf.train_step(engine, model, optimizer, accumulation=1, max_grad_norm=1.0, task=loss)
-    print("loss", engine.fetch(step([engine.place({"x": torch.ones(4, 2)})], 1e-2)).result()["loss"].item())
-"""
-
-
-@pytest.mark.xla
-def test_a_models_arguments_may_have_any_names(tmp_path: Path) -> None:
-    """Wrappers of forwards have names of their own."""
-    assert finish([PYTHON, "-c", NAMES], tmp_path).out.startswith("loss ")
-
-
 def test_unshard_starts_to_gather_a_unit() -> None:
-    config = pf.make_config(memory={"cpu_offload": True})  # else one device has nothing to gather
+    """And a sharded model can't be copied."""
+    config = pf.make_config(memory={"cpu_offload": True})  # else one device has no shards, and nothing to gather
     with pf.open_backend(config, device="cpu", backend="native") as engine:
         model, _ = pf.shard(Module, config, engine)
+        with pytest.raises(BackendError, match=r"can't be copied \(copy\.deepcopy, .*\n  Copy it before shard"):
+            copy.deepcopy(nn.Sequential(model))
         group = cast(Any, model)._get_fsdp_state()._fsdp_param_group  # FSDP2 has no public word for it
         assert group._all_gather_result is None
         engine.unshard(model)
@@ -190,12 +161,11 @@ def test_unshard_starts_to_gather_a_unit() -> None:
         engine.sum(torch.ones(()))
 
 
-def test_a_copy_of_a_sharded_model_is_refused() -> None:
-    config = pf.make_config(memory={"cpu_offload": True})  # else one device has no shards
-    with pf.open_backend(config, device="cpu", backend="native") as engine:
-        model, _ = pf.shard(Module, config, engine)
-        with pytest.raises(BackendError, match=r"can't be copied \(copy\.deepcopy, .*\n  Copy it before shard"):
-            copy.deepcopy(nn.Sequential(model))
+class Named(Module):
+    """Wrappers of forwards have names of their own; a model's arguments may have any."""
+
+    def forward(self, x: Tensor, uses: float, forward: float, module: float) -> Tensor:
+        return self.linear(x) * uses * forward * module
 
 
 class Reads(Module):
@@ -208,7 +178,7 @@ MISTAKES = """
 import copy, sys
 import torch
 import portable_fsdp as pf
-from test_library_loops import Module, Reads
+from test_library_loops import Module, Named, Reads
 
 config, x = pf.make_config(optim={"lr": 1e-3}), torch.ones(4, 2)
 with pf.open_backend(config, device="cpu", backend=sys.argv[1]) as engine:
@@ -233,6 +203,10 @@ with pf.open_backend(config, device="cpu", backend=sys.argv[1]) as engine:
             print(mistake())
         except pf.runtime.errors.PortableFSDPError as error:
             print(" ".join(str(error).split()))
+    model, optimizer = pf.shard(Named, config, engine)
+    task = lambda model, batch: (model(batch["x"], uses=1, forward=1, module=1).sum(), torch.tensor(4))
+    step = pf.train_step(engine, model, optimizer, accumulation=1, max_grad_norm=1.0, task=task)
+    print("a loss of", engine.fetch(step([placed], 1e-2)).result()["loss"].dtype)
 """
 WAYS_OUT = [
     *["Write step(batches, config.optim.lr)."] * 2,
@@ -247,11 +221,17 @@ WAYS_OUT = [
 
 
 @pytest.mark.parametrize("engine", ["native", pytest.param("xla", marks=pytest.mark.xla)])
-def test_mistakes_of_a_loop_are_sentences_with_a_way_out(engine: str, tmp_path: Path) -> None:
-    search = f"{Path(__file__).parent}{os.pathsep}{ROOT}"
-    lines = finish([PYTHON, "-c", MISTAKES, engine], tmp_path, PYTHONPATH=search).out.splitlines()
-    answers = [line for line in lines if "[Gloo]" not in line]
-    expected = WAYS_OUT if engine == "xla" else WAYS_OUT[:-2]
+def test_mistakes_of_a_loop_are_sentences_with_a_way_out(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if engine == "native":
+        monkeypatch.setattr(sys, "argv", ["-c", engine])
+        exec(MISTAKES, {})
+        answers = capsys.readouterr().out.splitlines()
+    else:
+        search = f"{Path(__file__).parent}{os.pathsep}{ROOT}"
+        answers = finish([PYTHON, "-c", MISTAKES, engine], tmp_path, PYTHONPATH=search).out.splitlines()
+    expected = [*(WAYS_OUT if engine == "xla" else WAYS_OUT[:-2]), "a loss of torch.float32"]
     assert [line[-len(way) :] for line, way in zip(answers, expected, strict=True)] == expected
 
 
@@ -259,22 +239,17 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
 
-@pytest.mark.parametrize(
-    ("precision", "found"),
-    [
+def test_statistics_in_another_dtype_are_refused_before_the_first_step() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"compute": "bfloat16"}, "its compute dtype bfloat16, found float32"),
         ({"buffers": "bfloat16"}, "its compute dtype float32, "),
-    ],
-)
-def test_statistics_in_another_dtype_are_refused_before_the_first_step(precision: dict[str, Any], found: str) -> None:
-    config, message = pf.make_config(precision=precision), f"expected running statistics of 1 in {found}"
-    refused = pytest.raises(ConfigError, match=re.escape(message))
-    with pf.open_backend(config, device="cpu", backend="native") as engine, refused:
-        pf.shard(normed, config, engine)
-    own = {"compute": "bfloat16", "modules": {"1": "float32"}}
-    for taken in (own, {"compute": "bfloat16", "buffers": "bfloat16"}):
-        config = pf.make_config(precision=taken)
-        with pf.open_backend(config, device="cpu", backend="native") as engine:
+        ({"compute": "bfloat16", "modules": {"1": "float32"}}, ""),
+        ({"compute": "bfloat16", "buffers": "bfloat16"}, ""),
+    ]
+    for precision, found in cases:
+        config, message = pf.make_config(precision=precision), f"expected running statistics of 1 in {found}"
+        refused = pytest.raises(ConfigError, match=re.escape(message)) if found else nullcontext()
+        with pf.open_backend(config, device="cpu", backend="native") as engine, refused:
             model, _ = pf.shard(normed, config, engine)
             model(torch.ones(4, 2)).sum().backward()
 

@@ -13,8 +13,10 @@ import pytest
 from cli import PYTHON, SAVES, TORCHRUN, Started, committed, events, finish, require_curve, started, tiny_config
 
 from portable_fsdp.convert.read import load_config
+from portable_fsdp.launch import _check_elastic, _config_of_start
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.launchers import Launch
 from portable_fsdp.train.preflight import check_hosts
 
 CPU = [*PYTHON, "--device=cpu"]
@@ -96,18 +98,6 @@ def test_a_stop_in_the_pause_before_a_restart_is_one_line(tmp_path: Path) -> Non
     assert run.err.splitlines()[-1] == "SIGTERM before restart 1: the run ends. Rerun the same command to resume."
 
 
-def kill_worker(run: psutil.Process) -> None:
-    workers(run)[0].kill()
-
-
-def kill_child(run: psutil.Process) -> None:
-    run.children()[0].kill()
-
-
-def stop_worker(run: psutil.Process) -> None:
-    workers(run)[-1].suspend()
-
-
 def workers(run: psutil.Process) -> list[psutil.Process]:
     """The processes that train, whoever started them."""
     trains = [
@@ -117,10 +107,10 @@ def workers(run: psutil.Process) -> list[psutil.Process]:
 
 
 FAULTS: dict[str, tuple[str, Callable[[psutil.Process], None]]] = {
-    "a worker of native is killed": ("native", kill_worker),
-    "native's launcher is killed": ("native", kill_child),
-    "a worker of native is stopped": ("native", stop_worker),
-    "the process of xla is killed": ("xla", kill_child),
+    "a worker of native is killed": ("native", lambda run: workers(run)[0].kill()),
+    "native's launcher is killed": ("native", lambda run: run.children()[0].kill()),
+    "a worker of native is stopped": ("native", lambda run: workers(run)[-1].suspend()),
+    "the process of xla is killed": ("xla", lambda run: run.children()[0].kill()),
 }
 """(engine, fault)."""
 IN_SUITE = ("a worker of native is killed", 0)
@@ -183,25 +173,17 @@ def test_a_stop_request_ends_a_run_that_is_supervised(tmp_path: Path) -> None:
         assert not psutil.wait_procs(left, timeout=10)[1]
 
 
-@pytest.mark.parametrize(
-    ("key", "variables", "sentences"),
-    [
-        ("", {}, ["torchrun --nnodes=1:2: restarted processes", "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]),
-        (
-            "checkpoint.resume=none",
-            {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-            ["checkpoint.resume=none: torchrun --nnodes=1:2 restarts", "Set checkpoint.resume=auto"],
-        ),
-    ],
-)
-def test_a_number_of_hosts_that_may_change_needs_its_settings(
-    key: str, variables: dict[str, str], sentences: list[str], tmp_path: Path
-) -> None:
+def test_a_number_of_hosts_that_may_change_needs_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = ["--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=last_call_timeout=1"]
-    command = [TORCHRUN[0], *more, "-m", "portable_fsdp.launch", "--device=cpu", f"--config={tiny_config(tmp_path)}"]
-    run = finish([*command, *filter(None, [key])], tmp_path, 1, **variables)
-    assert all(sentence in run.err for sentence in sentences), run.err
+    path = tiny_config(tmp_path)
+    run = finish([TORCHRUN[0], *more, "-m", "portable_fsdp.launch", "--device=cpu", f"--config={path}"], tmp_path, 1)
+    assert "torchrun --nnodes=1:2: restarted processes" in run.err
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in run.err
     assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    anew = load_config(path, ["checkpoint.resume=none"])
+    with pytest.raises(ConfigError, match=r"resume=none: torchrun --nnodes=1:2 [^*]*Set checkpoint.resume=auto"):
+        _check_elastic(anew, Launch("torchrun"), "cpu", "native", (1, 2))
 
 
 def test_numbers_of_hosts_that_can_not_train_are_told(tmp_path: Path) -> None:
@@ -219,7 +201,8 @@ def test_numbers_of_hosts_that_can_not_train_are_told(tmp_path: Path) -> None:
     assert str(caught.value).endswith("numbers of hosts that can: 1, 2, 3, 4, 5, 6, 7.")
 
 
-def test_a_launcher_restarts_itself(tmp_path: Path) -> None:
-    run = finish([*TORCHRUN, "--device=cpu", f"--config={tiny_config(tmp_path)}", "run.max_restarts=5"], tmp_path, 1)
-    assert "run.max_restarts=5: only a run that is started by hand" in run.err
-    assert "--max-restarts" in run.err
+def test_a_launcher_restarts_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no supervisor honours run.max_restarts."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
+    with pytest.raises(ConfigError, match=r"max_restarts=5: only a run that is started by hand[^*]*--max-restarts"):
+        _config_of_start(load_config(tiny_config(tmp_path), ["run.max_restarts=5"]), Launch("torchrun"))
