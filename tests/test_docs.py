@@ -1,6 +1,5 @@
 """What the documents say holds: commands parse, links lead somewhere, keys, tables and versions are the project's."""
 
-import ast
 import contextlib
 import math
 import re
@@ -140,16 +139,21 @@ def run_explain(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_parse_and_links_lead_somewhere(page: Path) -> None:
+def test_commands_parse_and_links_and_names_of_files_lead_somewhere(page: Path) -> None:
     """A link leads to a file, or to a heading in it as GitHub names it."""
-    for command in commands(page.read_text(), page.name):
+    text = page.read_text()
+    for command in commands(text, page.name):
         check(command)
-    for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", page.read_text()):
+    for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", text):
         path = page.parent / target if target else page
         assert path.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, anchor
+    folders = [ROOT, ROOT / "portable_fsdp", ROOT / "tests"]
+    tops = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
+    for name in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)\b", text):
+        assert name.partition("/")[0] not in tops or any((folder / name).is_file() for folder in folders), name
 
 
 def test_each_page_is_in_the_navigation_of_the_site() -> None:
@@ -193,12 +197,11 @@ curl localhost
 """
 
 
-@pytest.mark.parametrize("line", WRONG_COMMANDS.strip().splitlines())
-def test_a_wrong_command_is_found(line: str) -> None:
-    [command] = commands(f"```bash\n# a comment\n{line}\n```\n", "page")
-    assert command.where == "page:3"
-    with pytest.raises((AssertionError, UsageError, SystemExit)):
-        check(command)
+def test_wrong_commands_are_found() -> None:
+    for command in commands(f"```bash\n# a comment{WRONG_COMMANDS}```\n", "page"):
+        assert command.where == f"page:{WRONG_COMMANDS.splitlines().index(shlex.join(command.words)) + 2}"
+        with pytest.raises((AssertionError, UsageError, SystemExit)):
+            check(command)
 
 
 # --------------------------------------------------------------------------------------- configs, keys and versions
@@ -213,31 +216,17 @@ def test_configs_load_and_the_demo_changes_engine_half_way() -> None:
     assert configs["quickstart"].train.steps == 2 * int(half)
 
 
-PAGE_OF_KEYS = runpy.run_path(str(DOCS / "configuration.py"))
-
-
 def test_pages_of_keys_are_the_tables() -> None:
-    assert PAGE_OF_KEYS["render"]() == text_of("configuration.md"), "run `make docs`"
+    page = runpy.run_path(str(DOCS / "configuration.py"))
+    assert page["render"]() == text_of("configuration.md"), "run `make docs`"
     foreign = text_of("foreign_configs.md")
     assert runpy.run_path(str(DOCS / "foreign_configs.py"))["render"]() == foreign, "run `make docs`"
     assert all(f"`{row.name}`" in foreign for row in key_table().keys)
     assert len(option_names()) <= 130
-
-
-@pytest.mark.parametrize(("section", "key"), sorted(PAGE_OF_KEYS["ONE_OF"]))
-def test_keys_that_exclude_each_other_do(section: str, key: str) -> None:
-    whole = {"model": {"pretrained": "folder"}, "train": {"steps": 1}}
-    with pytest.raises(ValidationError, match=rf"exactly one of .*{section}\.{key}"):
-        Config.model_validate({**whole, section: {}})
-
-
-def test_the_files_of_ours_that_a_page_names_exist() -> None:
-    folders = [ROOT, ROOT / "portable_fsdp", ROOT / "tests"]
-    tops = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
-    for page in PAGES:
-        named = re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)\b", page.read_text())
-        missing = [name for name in named if not any((folder / name).is_file() for folder in folders)]
-        assert [name for name in missing if name.partition("/")[0] in tops] == [], page.name
+    for section, key in page["ONE_OF"]:  # keys that exclude each other do
+        whole = {"model": {"pretrained": "folder"}, "train": {"steps": 1}}
+        with pytest.raises(ValidationError, match=rf"exactly one of .*{section}\.{key}"):
+            Config.model_validate({**whole, section: {}})
 
 
 def test_versions_in_build_md_are_the_projects() -> None:
@@ -275,12 +264,12 @@ def test_each_block_of_yaml_is_taken_by_the_engines_that_it_names(tmp_path: Path
         assert taking == engines.split(", "), text
 
 
-@pytest.mark.parametrize("name", ["any_model.md", "checkpoints.md", "pretrained.md", "watching.md"])
-def test_each_block_of_yaml_is_part_of_a_config(name: str, tmp_path: Path) -> None:
-    blocks = re.findall(r"^```yaml\n(.*?)^```", text_of(name), re.MULTILINE | re.DOTALL)
-    assert blocks
-    for text in blocks:
-        small_config(tmp_path, text)
+def test_each_block_of_yaml_is_part_of_a_config(tmp_path: Path) -> None:
+    for name in ("any_model.md", "checkpoints.md", "pretrained.md", "watching.md"):
+        blocks = re.findall(r"^```yaml\n(.*?)^```", text_of(name), re.MULTILINE | re.DOTALL)
+        assert blocks
+        for text in blocks:
+            small_config(tmp_path, text)
 
 
 def test_the_functions_of_any_model_md_do_what_it_says() -> None:
@@ -302,8 +291,6 @@ def rows_of(text: str, first: str) -> Iterator[list[str]]:
         yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
-FEATURES = list(rows_of(text_of("features.md"), "feature"))
-TESTS_OF_FEATURES: dict[str, list[str]] = yaml.safe_load((ROOT / "tests/features.yaml").read_text())
 IN_NO_ROW = {"precision.matmul", "compile.backend", "model.experts"}
 """Options without a row of features.md, although their section is FSDP's or an engine refuses some of their values."""
 
@@ -320,27 +307,23 @@ def engines_of(cell: str) -> dict[str, str]:
     return kinds
 
 
-@pytest.mark.parametrize("cells", FEATURES, ids=lambda cells: cells[0][:40])
-def test_a_feature_is_what_the_engines_say_of_it_and_has_its_tests(cells: list[str], tmp_path: Path) -> None:
-    feature, setting, engines, _ = cells
-    overrides = re.findall(r"`(.*?)`", setting)
-    names = {override.partition("=")[0] for override in overrides}
-    config = small_config(tmp_path, overrides=overrides)
-    strongest: dict[str, str] = {}
-    for place in USUAL:
-        kinds = {verdict.kind for verdict in verdicts(config, place) if verdict.option in names}
-        strongest[place.engine] = next((kind for kind in ("refused", "delegated") if kind in kinds), "honoured")
-    assert engines_of(engines) == strongest
-    for test in TESTS_OF_FEATURES[feature]:
-        file, _, name = test.partition("::")
-        tree = ast.parse((ROOT / "tests" / file).read_text())
-        assert name in {"", *(node.name for node in tree.body if isinstance(node, ast.FunctionDef))}, test
-
-
-def test_features_are_all_there() -> None:
-    assert [cells[0] for cells in FEATURES] == [*TESTS_OF_FEATURES]
-    assert all(TESTS_OF_FEATURES.values())
-    shown = {name for cells in FEATURES for name in re.findall(r"`([\w.]+)=", cells[1])} | IN_NO_ROW
+def test_features_are_all_there_are_what_the_engines_say_and_have_their_tests(tmp_path: Path) -> None:
+    features = list(rows_of(text_of("features.md"), "feature"))
+    tests_of_features: dict[str, list[str]] = yaml.safe_load((ROOT / "tests/features.yaml").read_text())
+    assert [feature for feature, *_ in features] == [*tests_of_features]
+    assert all(tests_of_features.values())
+    for feature, setting, engines, _ in features:
+        overrides = re.findall(r"`(.*?)`", setting)
+        names = {override.partition("=")[0] for override in overrides}
+        config = small_config(tmp_path, overrides=overrides)
+        strongest: dict[str, str] = {}
+        for place in USUAL:
+            kinds = {verdict.kind for verdict in verdicts(config, place) if verdict.option in names}
+            strongest[place.engine] = next((kind for kind in ("refused", "delegated") if kind in kinds), "honoured")
+        assert engines_of(engines) == strongest, feature
+    for file, _, name in {test.partition("::") for tests in tests_of_features.values() for test in tests}:
+        assert re.search(rf"^def {name}\(" if name else "", (ROOT / "tests" / file).read_text(), re.MULTILINE), name
+    shown = {name for _, setting, *_ in features for name in re.findall(r"`([\w.]+)=", setting)} | IN_NO_ROW
     fsdp = {name for name in option_names() if name.startswith(("sharding.", "precision.", "memory.", "compile."))}
     refused = {rule.option for engine in ENGINES for rule in spec_of(engine).rules}
     assert {name for name in fsdp | refused if not name.startswith("xla_fsdp1.")} - shown == set()

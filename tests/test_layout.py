@@ -1,24 +1,21 @@
 """Which part of a tensor each device of a mesh holds."""
 
+import itertools
 import math
 
-import pytest
 import torch
 
 from portable_fsdp.layout import Spec, batch_spec, coordinates, count_row_shards, region, weight_spec
 
+SHAPES = [(8, 6), (7, 5), (3, 2), (1, 4), (0, 3)]
+SPECS: list[Spec] = [weight_spec(2), batch_spec(2), ((), ("shard",)), (("tensor", "shard"), ("replicate",)), ((), ())]
 
-@pytest.mark.parametrize("shape", [(8, 6), (7, 5), (3, 2), (1, 4), (0, 3)])
-@pytest.mark.parametrize(
-    "spec", [weight_spec(2), batch_spec(2), ((), ("shard",)), (("tensor", "shard"), ("replicate",)), ((), ())]
-)
-def test_regions_are_what_chunk_gives_for_tensor_and_then_for_all_other_axes_as_one(
-    shape: tuple[int, int], spec: Spec
-) -> None:
+
+def test_regions_are_what_chunk_gives_for_tensor_and_then_for_all_other_axes_as_one() -> None:
     """Protects weights, checkpoints and plans from parts that overlap, leave a gap, or differ from FSDP2's."""
     axes = {"replicate": 2, "shard": 3, "context": 2, "tensor": 2}
-    whole = torch.arange(math.prod(shape)).view(shape)
-    for device in range(math.prod(axes.values())):
+    for shape, spec, device in itertools.product(SHAPES, SPECS, range(math.prod(axes.values()))):
+        whole = torch.arange(math.prod(shape)).view(shape)
         place = coordinates(axes, device)
         expected = whole
         for dim, cuts in enumerate(spec):
@@ -29,7 +26,7 @@ def test_regions_are_what_chunk_gives_for_tensor_and_then_for_all_other_axes_as_
                 parts = expected.chunk(count, dim) if expected.shape[dim] else ()
                 is_there = at < len(parts)
                 expected = parts[at] if is_there else expected.narrow(dim, 0, 0)
-        assert torch.equal(whole[region(shape, spec, axes, place)], expected), (device, place)
+        assert torch.equal(whole[region(shape, spec, axes, place)], expected), (shape, spec, place)
 
 
 def test_the_last_axis_counts_fastest_and_only_row_axes_cut_a_batch() -> None:

@@ -16,6 +16,7 @@ import pytest
 from foreign_files import FILES, HERE, LAUNCHED, REST, named, plain, problems, read, rendered
 
 from portable_fsdp import explain
+from portable_fsdp.config.load import Loaded
 from portable_fsdp.convert.read import load_config, read_config
 from portable_fsdp.convert.table import find_anywhere, key_table
 from portable_fsdp.explain import origin, translation
@@ -33,19 +34,26 @@ def keys_of(path: Path) -> list[str]:
     return [key for key in map("".join, pairs) if not key.startswith("_")]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_key_is_answered_by_name_and_a_translation_reads_back(path: Path, tmp_path: Path) -> None:
-    loaded = read(path)
+def answered(loaded: Loaded) -> set[str]:
+    """The keys of the import that have an answer."""
     [imported] = loaded.imports
-    answered = {entry.key for entry in (*imported.settings.values(), *imported.launcher, *imported.not_needed)}
-    lost = [key for key in keys_of(path) if key not in answered and key not in key_table().nested]
-    assert [key for key in lost if find_anywhere("", key) is not None] == []
-    ours = tmp_path / "ours.yaml"
-    ours.write_text(translation(loaded))
-    assert load_config(ours) == loaded.config
-    for setting in imported.settings.values():
-        if loaded.origins.get(setting.option) == setting.where:
-            assert f"# {setting.where}: {setting.key}: " in ours.read_text()
+    return {entry.key for entry in (*imported.settings.values(), *imported.launcher, *imported.not_needed)}
+
+
+def test_every_key_of_a_sample_is_answered_by_name_and_a_translation_reads_back(
+    tmp_path: Path, assert_golden: Compare
+) -> None:
+    for path in FILES:
+        loaded = read(path)
+        assert_golden(HERE / "golden" / f"{path.name}.txt", plain("\n".join(rendered(loaded)) + "\n", path.parent))
+        lost = {key for key in keys_of(path) if key not in key_table().nested} - answered(loaded)
+        assert [key for key in lost if find_anywhere("", key) is not None] == [], path
+        ours = tmp_path / "ours.yaml"
+        ours.write_text(translation(loaded))
+        assert load_config(ours) == loaded.config
+        for setting in loaded.imports[0].settings.values():
+            if loaded.origins.get(setting.option) == setting.where:
+                assert f"# {setting.where}: {setting.key}: " in ours.read_text()
 
 
 def misspelt(key: str) -> str:
@@ -54,17 +62,16 @@ def misspelt(key: str) -> str:
     return key[:cut] + key[cut + 1 :] if len(key) > 5 else f"{key}{key[-1]}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_misspelt_key_is_named_with_its_nearest(path: Path, tmp_path: Path) -> None:
-    twin = tmp_path / path.name
-    for key in dict.fromkeys(keys_of(path)):
+def test_every_misspelt_key_is_named_with_its_nearest(tmp_path: Path) -> None:
+    for path, key in [(file, key) for file in FILES for key in dict.fromkeys(keys_of(file))]:
+        twin = tmp_path / path.name
         twin.write_text(re.sub(rf"\b{key}\b(?=\"?:)", misspelt(key), path.read_text(), count=1))
         message = problems(twin, *REST)
         row = find_anywhere("", key)
         names = {row.name, *row.aliases} if row else {key}
         names |= {key.removeprefix("fsdp_"), f"fsdp_{key}"}
         [near] = re.findall(rf"{misspelt(key)}: unknown key of .*\n  nearest: (\w+)\.", message)
-        assert near in names, key
+        assert near in names, (path, key)
 
 
 def test_explain_writes_and_names_the_origin_of_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,14 +85,6 @@ def test_explain_writes_and_names_the_origin_of_a_key(tmp_path: Path, capsys: py
     assert load_config(ours).memory.cpu_offload
     assert explain.main(arguments) == 2
     assert "the file exists; name a new one" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------------------ golden files
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_sample(path: Path, assert_golden: Compare) -> None:
-    assert_golden(HERE / "golden" / f"{path.name}.txt", plain("\n".join(rendered(read(path))) + "\n", path.parent))
 
 
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
@@ -126,9 +125,7 @@ def test_every_variable_is_answered_and_origins_are_those_that_count(tmp_path: P
     ours, theirs = tmp_path / "ours.yaml", tmp_path / "theirs.yaml"
     ours.write_text(OURS)
     loaded = read_config(ours, environ={**LAUNCHED, "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"})
-    [imported] = loaded.imports
-    keys = {entry.key for entry in (*imported.settings.values(), *imported.launcher, *imported.not_needed)}
-    assert keys == {*LAUNCHED, "FSDP_STATE_DICT_TYPE"}
+    assert answered(loaded) == {*LAUNCHED, "FSDP_STATE_DICT_TYPE"}
     assert origin(loaded, "sharding.strategy") == "accelerate launch: FSDP_SHARDING_STRATEGY: FULL_SHARD"
     assert loaded.config.sharding.wrap == "TRANSFORMER_BASED_WRAP"  # FSDP_MIN_NUM_PARAMS is the launcher's default
     loaded = read_config(ours, ["sharding.strategy=NO_SHARD"], environ=LAUNCHED)

@@ -164,26 +164,24 @@ VALUES = {
 """Keys that set nothing, but whose values must be readable: right ones, wrong ones, and what a message expects."""
 
 
-@pytest.mark.parametrize("key", VALUES)
-def test_a_value_that_sets_nothing_is_read_all_the_same(tmp_path: Path, key: str) -> None:
-    theirs, (right, wrong, expected) = tmp_path / "theirs.yaml", VALUES[key]
-    for value in (*right, "null"):
-        theirs.write_text(f"distributed_type: FSDP\n{key}: {value}\n")
-        assert read(theirs).config.sharding.strategy == "FULL_SHARD"
-    for value in wrong:
-        theirs.write_text(f"distributed_type: FSDP\n{key}: {value}\n")
-        message = problems(theirs, "model.pretrained=folder", "train.steps=1")
-        assert message == f"theirs.yaml:2: {key}: expected {expected}, found {value}."
+def test_a_value_that_sets_nothing_is_read_all_the_same(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    for key, (right, wrong, expected) in VALUES.items():
+        for value in (*right, "null"):
+            theirs.write_text(f"distributed_type: FSDP\n{key}: {value}\n")
+            assert read(theirs).config.sharding.strategy == "FULL_SHARD", (key, value)
+        for value in wrong:
+            theirs.write_text(f"distributed_type: FSDP\n{key}: {value}\n")
+            message = problems(theirs, "model.pretrained=folder", "train.steps=1")
+            assert message == f"theirs.yaml:2: {key}: expected {expected}, found {value}."
 
 
-@pytest.mark.parametrize(
-    ("place", "key"), [(FSDP, "fsdp_reshard_after_forward"), ("xla_fsdp_settings", "reshard_after_forward")]
-)
-def test_flags_are_taken_in_all_of_accelerates_words(tmp_path: Path, place: str, key: str) -> None:
+def test_flags_are_taken_in_all_of_accelerates_words(tmp_path: Path) -> None:
     theirs, words = tmp_path / "theirs.yaml", {"FULL_SHARD": "y yes t True on 1", "SHARD_GRAD_OP": "n no f FALSE off 0"}
     for strategy, word in ((strategy, word) for strategy, texts in words.items() for word in texts.split()):
-        theirs.write_text(f"distributed_type: FSDP\nfsdp_version: 2\nxla: true\n{place}: {{{key}: {word}}}\n")
-        assert read(theirs).config.sharding.strategy == strategy, word
+        for section in (f"{FSDP}: {{fsdp_reshard_after_forward", f"{XLA}: {{reshard_after_forward"):
+            theirs.write_text(f"distributed_type: FSDP\nfsdp_version: 2\nxla: true\n{section}: {word}}}\n")
+            assert read(theirs).config.sharding.strategy == strategy, (section, word)
 
 
 # --------------------------------------------------------------------------------------------------- what is refused
