@@ -13,7 +13,8 @@ from zipfile import ZipFile
 import pytest
 
 from portable_fsdp import __version__, explain
-from portable_fsdp.__main__ import COMMANDS
+from portable_fsdp.__main__ import COMMANDS, main
+from portable_fsdp.plan import __main__ as plan
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,20 +37,16 @@ def test_each_command_has_one_line_and_a_module() -> None:
 
 
 @pytest.mark.slow
-def test_a_command_is_its_module() -> None:
+def test_a_command_is_its_module(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Same output, errors and exit code; flags anywhere; a misspelt command or flag names the nearest."""
-    for code, *words in (
-        (0, "explain", "--device=cpu", "optim.lr"),
-        (2, "checkpoint", "list", "/none"),
-        (2, "plan", "--onn=h100:8"),
-    ):
-        ours, module = run("-m", "portable_fsdp", *words), run("-m", f"portable_fsdp.{words[0]}", *words[1:])
-        assert (ours.returncode, ours.stdout, ours.stderr) == (module.returncode, module.stdout, module.stderr)
-        assert (module.returncode, "Traceback" in module.stderr) == (code, False)
-    assert "unknown flag --onn; nearest: --on\n" in ours.stderr
-    wrong = run("-m", "portable_fsdp", "explan")
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("unknown command explan; nearest: explain\nusage: portable-fsdp COMMAND")
+    for module, *words in ((explain.main, "explain", "--device=cpu", "optim.lr"), (plan.main, "plan", "--onn=h100:8")):
+        done = run("-m", "portable_fsdp", *words)
+        assert (done.returncode, done.stdout, done.stderr) == (module(words[1:]), *capsys.readouterr())
+    assert "unknown flag --onn; nearest: --on\n" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["portable-fsdp", "explan"])
+    assert main() == 2
+    message = capsys.readouterr().err
+    assert message.startswith("unknown command explan; nearest: explain\nusage: portable-fsdp COMMAND")
 
 
 def test_overrides_may_have_dashes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,21 +57,17 @@ def test_overrides_may_have_dashes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"doctor", "examples", "sample"}))  # which need none so far
-def test_a_command_without_its_packages_says_what_to_install(command: str) -> None:
-    done = run("-S", "-m", f"portable_fsdp.{command}", "x.yaml", PYTHONPATH=str(ROOT))
-    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
-    assert re.match(r"The package \w+ is not installed: pip install '\.'\n", done.stderr)
+def test_a_command_without_its_packages_says_what_to_install() -> None:
+    for command in COMMANDS.keys() - {"doctor", "examples", "sample"}:  # which need none so far
+        done = run("-S", "-m", f"portable_fsdp.{command}", "x.yaml", PYTHONPATH=str(ROOT))
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+        assert re.match(r"The package \w+ is not installed: pip install '\.'\n", done.stderr)
 
 
 def test_flags_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cpu.flags").write_text("# a host without GPUs\n--device=cpu\n--json\n")
-    assert (
-        explain.main(
-            [f"--flagfile={tmp_path / 'cpu.flags'}", f"--config={ROOT}/configs/quickstart.yaml", "optim.lr=0.5"]
-        )
-        == 0
-    )
+    words = [f"--flagfile={tmp_path / 'cpu.flags'}", f"--config={ROOT}/configs/quickstart.yaml", "optim.lr=0.5"]
+    assert explain.main(words) == 0
     assert json.loads(capsys.readouterr().out)["options"]["optim.lr"]["value"] == 0.5
     assert explain.main(["--flagfile=/none"]) == 2
     assert "/none" in capsys.readouterr().err

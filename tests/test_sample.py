@@ -93,45 +93,41 @@ def test_adapters_are_opened_with_their_base(tmp_path: Path) -> None:
     assert texts(tmp_path / "adapter") != texts(tmp_path / "base")
 
 
-@pytest.mark.parametrize(
-    ("found", "words", "expected"),
-    [
-        ("nothing", [], "{}: no exported model here"),
-        ("no tokenizer", [], "{}: no tokenizer beside the model"),
-        ("model", ["--gguf_file=a.gguf"], "--gguf_file: no file a.gguf in {}."),
-        ("model", ["--prompt="], "--prompt: empty, and the tokenizer adds no first token"),
-        ("model", [f"--prompt={'a' * 64}"], "--prompt: expected fewer tokens than the model's 64 positions, found 64."),
-        ("model", ["--tokens=0"], "--tokens: expected a whole number of at least 1, found 0"),
-        ("model", ["--count=-1"], "--count: expected a whole number of at least 1, found -1"),
-        ("model", ["--count=two"], "--count: expected a whole number of at least 1, found two"),
-        ("model", ["--temperature=-1"], "--temperature: expected a number of at least 0, found -1"),
-        ("model", ["--temperature=nan"], "--temperature: expected a number of at least 0, found nan"),
-        ("no base", [], "{}: the adapters need a base model in Hugging Face format: none is named"),
-        ("GGUF base", [], "format: no config.json in {} (adapter_config.json).\n  Export the run with merged adapters"),
-        ("broken", [], "{}/adapter_config.json: not a JSON object: "),
-    ],
-)
-def test_what_gives_no_text_ends_with_2_and_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], found: str, words: list[str], expected: str
-) -> None:
-    if found in ("model", "no tokenizer"):
-        save_model(tmp_path)
-    elif found != "nothing":
-        load_tokenizer("bytes").save(tmp_path)
-        adapters = {
-            "no base": {"base_model_name_or_path": None},
-            "GGUF base": {"base_model_name_or_path": str(tmp_path)},
-        }
-        (tmp_path / "adapter_config.json").write_text(json.dumps(adapters.get(found, [])))
-    if found == "no tokenizer":
-        for file in tmp_path.glob("tokenizer*"):
-            file.unlink()
+REFUSED = [
+    ("none", "", "{}: no exported model here"),
+    ("untold", "", "{}: no tokenizer beside the model"),
+    ("model", "--gguf_file=a.gguf", "--gguf_file: no file a.gguf in {}."),
+    ("model", "--prompt=", "--prompt: empty, and the tokenizer adds no first token"),
+    ("model", f"--prompt={'a' * 64}", "--prompt: expected fewer tokens than the model's 64 positions, found 64."),
+    ("model", "--tokens=0", "--tokens: expected a whole number of at least 1, found 0"),
+    ("model", "--count=-1", "--count: expected a whole number of at least 1, found -1"),
+    ("model", "--count=two", "--count: expected a whole number of at least 1, found two"),
+    ("model", "--temperature=-1", "--temperature: expected a number of at least 0, found -1"),
+    ("model", "--temperature=nan", "--temperature: expected a number of at least 0, found nan"),
+    ("no base", "", "{}: the adapters need a base model in Hugging Face format: none is named"),
+    ("gguf", "", "format: no config.json in {} (adapter_config.json).\n  Export the run with merged adapters"),
+    ("broken", "", "{}/adapter_config.json: not a JSON object: "),
+]
+"""Folder, a flag, and the sentence."""
+
+
+def test_what_gives_no_text_ends_with_2_and_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "none").mkdir()
+    for name in ("model", "untold"):
+        save_model(tmp_path / name)
+    for file in (tmp_path / "untold").glob("tokenizer*"):
+        file.unlink()
+    bases = {"base_model_name_or_path": None}, {"base_model_name_or_path": str(tmp_path / "gguf")}, []
+    for name, adapters in zip(("no base", "gguf", "broken"), bases, strict=True):
+        load_tokenizer("bytes").save(tmp_path / name)
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(adapters))
     capsys.readouterr()
-    code = main([str(tmp_path), *words])
-    said = capsys.readouterr()
-    assert (code, said.out) == (2, "")
-    assert expected.format(tmp_path) in said.err
-    assert "Traceback" not in said.err
+    for name, word, expected in REFUSED:
+        code = main([str(tmp_path / name), *([word] if word else [])])
+        said = capsys.readouterr()
+        assert (code, said.out) == (2, ""), (name, word)
+        assert expected.format(tmp_path / name) in said.err
+        assert "Traceback" not in said.err
 
 
 def test_a_text_ends_with_the_models_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

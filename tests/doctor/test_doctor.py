@@ -196,31 +196,30 @@ def raises(error: Exception) -> Callable[[], Finding]:
     return check
 
 
-@pytest.mark.parametrize(
-    ("check", "state", "text"),
-    [
-        (lambda: doctor.check_gpu(0, ""), "ok", "none on this host"),
-        (lambda: doctor.check_gpu(8, None), "ok", "8 on this host"),
-        (lambda: doctor.check_gpu(8, "0,1"), "ok", "8 on this host"),
-        (lambda: doctor.check_gpu(2, ""), "warning", "CUDA_VISIBLE_DEVICES=''"),
-        (tpu([]), "ok", "none on this host"),
-        (tpu([], PJRT_DEVICE="CPU"), "ok", "none on this host"),
-        (tpu([], PJRT_DEVICE="TPU"), "warning", "no chip"),
-        (tpu([], **WORKERS), "warning", "no chip"),
-        (tpu(CHIPS, **WORKERS, TPU_LIBRARY_PATH="/lib/libtpu.so"), "ok", "2 chip(s), torch_xla, libtpu"),
-        (tpu(CHIPS, **{**WORKERS, "TPU_WORKER_ID": "2"}), "failed", "TPU_WORKER_HOSTNAMES names 2 worker(s)"),
-        (tpu(CHIPS, TPU_WORKER_ID="first"), "failed", "is not a number"),
-        (lambda: doctor.check_python((3, 10, 12)), "failed", "3.10.12"),
-        (lambda: doctor.check_python(sys.version_info[:3]), "ok", ""),
-        (raises(BackendError("no chip.\n  Buy one.")), "failed", "no chip."),
-        (raises(ZeroDivisionError("x")), "failed", "ZeroDivisionError: x"),
-    ],
-)
-def test_findings(check: Callable[[], Finding], state: str, text: str) -> None:
-    finding = checked(check)
-    assert finding.state == state
-    assert text in finding.found
-    assert (finding.mend == "") == (state == "ok")
+FINDINGS: list[tuple[Callable[[], Finding], str, str]] = [
+    (lambda: doctor.check_gpu(0, ""), "ok", "none on this host"),
+    (lambda: doctor.check_gpu(8, None), "ok", "8 on this host"),
+    (lambda: doctor.check_gpu(8, "0,1"), "ok", "8 on this host"),
+    (lambda: doctor.check_gpu(2, ""), "warning", "CUDA_VISIBLE_DEVICES=''"),
+    (tpu([]), "ok", "none on this host"),
+    (tpu([], PJRT_DEVICE="CPU"), "ok", "none on this host"),
+    (tpu([], PJRT_DEVICE="TPU"), "warning", "no chip"),
+    (tpu([], **WORKERS), "warning", "no chip"),
+    (tpu(CHIPS, **WORKERS, TPU_LIBRARY_PATH="/lib/libtpu.so"), "ok", "2 chip(s), torch_xla, libtpu"),
+    (tpu(CHIPS, **{**WORKERS, "TPU_WORKER_ID": "2"}), "failed", "TPU_WORKER_HOSTNAMES names 2 worker(s)"),
+    (tpu(CHIPS, TPU_WORKER_ID="first"), "failed", "is not a number"),
+    (lambda: doctor.check_python((3, 10, 12)), "failed", "3.10.12"),
+    (lambda: doctor.check_python(sys.version_info[:3]), "ok", ""),
+    (raises(BackendError("no chip.\n  Buy one.")), "failed", "no chip."),
+    (raises(ZeroDivisionError("x")), "failed", "ZeroDivisionError: x"),
+]
+
+
+def test_findings() -> None:
+    for check, state, text in FINDINGS:
+        finding = checked(check)
+        assert (finding.state, finding.mend == "") == (state, state == "ok"), finding
+        assert text in finding.found
 
 
 def test_a_chip_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:

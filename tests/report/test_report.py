@@ -116,24 +116,24 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in DAMAGE.items() for line in lines])
-def test_a_line_that_is_no_record_is_left_out(
-    run: Path, name: str, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_that_is_no_record_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run), "--markdown"]) == 0
     before = capsys.readouterr().out
-    with (run / name).open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
-    assert main([str(run), "--markdown"]) == 0
-    assert capsys.readouterr().out == before + f"\n1 damaged line was left out: {name}\n"
+    for name, lines in DAMAGE.items():
+        whole = (run / name).read_text(encoding="utf-8")
+        for line in lines:
+            (run / name).write_text(f"{whole}{line}\n", encoding="utf-8")
+            assert main([str(run), "--markdown"]) == 0
+            assert capsys.readouterr().out == before + f"\n1 damaged line was left out: {name}\n", line
+        (run / name).write_text(whole, encoding="utf-8")
 
 
-@pytest.mark.parametrize("text", [": [", "a: &a [*a]", "!!python/object/apply:os.getpid []", "\0"])
-def test_a_config_that_no_run_wrote_is_left_out(run: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / "config.yaml").write_text(text, encoding="utf-8")
-    assert read_run(run).config == {}
-    assert main([str(run), "--markdown"]) == 0
-    assert capsys.readouterr().out.startswith("## run\n")
+def test_a_config_that_no_run_wrote_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in (": [", "a: &a [*a]", "!!python/object/apply:os.getpid []", "\0"):
+        (run / "config.yaml").write_text(text, encoding="utf-8")
+        assert read_run(run).config == {}, text
+        assert main([str(run), "--markdown"]) == 0
+        assert capsys.readouterr().out.startswith("## run\n"), text
 
 
 def test_runs_of_one_name_are_told_apart_and_names_are_printable(
@@ -157,26 +157,18 @@ def test_a_run_under_way_without_a_step(run: Path, capsys: pytest.CaptureFixture
     assert main([str(run)]) == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{folder}/none"], "{folder}/none: this is no run's folder: it has no events.jsonl."),
-        pytest.param(
-            ["{folder}/run", "--out={folder}/none/page.html"],
-            "--out: {folder}/none/page.html can't be written: ",
-            marks=pytest.mark.slow,
-        ),
-        (["{folder}/run", "--out={folder}/page"], "--out: expected a file that ends in .html, found {folder}/page."),
-        (["{folder}/run", "--markdown", "--out=a.html"], "--out, --markdown and --track exclude each other"),
-        (["{folder}/run", "--follow"], "--follow needs --track"),
-        (["{folder}/run", "--makdown"], "unknown flag --makdown; nearest: --markdown"),
-        ([], "the following arguments are required: RUN"),
-    ],
-)
-def test_bad_input(tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "run")
-    assert main([word.format(folder=tmp_path) for word in arguments]) == 2
-    assert message.format(folder=tmp_path) in capsys.readouterr().err
+def test_bad_input(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in {
+        f"{run}/none": f"{run}/none: this is no run's folder: it has no events.jsonl.",
+        f"{run} --out={run}/none/page.html": f"--out: {run}/none/page.html can't be written: ",
+        f"{run} --out={run}/page": f"--out: expected a file that ends in .html, found {run}/page.",
+        f"{run} --markdown --out=a.html": "--out, --markdown and --track exclude each other",
+        f"{run} --follow": "--follow needs --track",
+        f"{run} --makdown": "unknown flag --makdown; nearest: --markdown",
+        "": "the following arguments are required: RUN",
+    }.items():
+        assert main(words.split()) == 2, words
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -97,19 +97,14 @@ def test_a_disk_without_room_ends_the_tracker_with_a_sentence(tmp_path: Path) ->
     assert "tracker tensorboard: OSError: [Errno 27]" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--track=tensorbord", "--track: expected one of aim, clearml, comet_ml, dvclive, mlflow, "),
-        ("--track=comet_ml", "--track: comet_ml: not installed: pip install comet-ml\n  or send to another tracker"),
-        ("--track=", "--track: expected one of aim, "),
-    ],
-)
-def test_a_tracker_that_is_not_there(
-    tmp_path: Path, flag: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(write_run(tmp_path / "run")), flag]) == 2
-    assert message in capsys.readouterr().err
+def test_a_tracker_that_is_not_there(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, message in (
+        ("tensorbord", "--track: expected one of aim, clearml, comet_ml, dvclive, mlflow, "),
+        ("comet_ml", "--track: comet_ml: not installed: pip install comet-ml\n  or send to another tracker"),
+        ("", "--track: expected one of aim, "),
+    ):
+        assert main([str(run), f"--track={name}"]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_names_are_those_of_accelerate() -> None:
