@@ -50,6 +50,12 @@ def commands(text: str, where: str) -> Iterator[Command]:
                 yield Command(f"{where}:{number}", words, variables)
 
 
+def blocks(page: str, language: str) -> list[str]:
+    """The texts of the page's fenced blocks of one language; `page`: below the checkout."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
 def program_of(words: list[str]) -> Program:
     """The program without the launcher; fails where the launcher doesn't know one of its flags, or lacks a value."""
     match words:

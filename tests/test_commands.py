@@ -12,7 +12,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from portable_fsdp import __version__, explain
+from portable_fsdp import __version__, explain, sample
 from portable_fsdp.__main__ import COMMANDS, main
 from portable_fsdp.plan import __main__ as plan
 
@@ -39,7 +39,11 @@ def test_each_command_has_one_line_and_a_module() -> None:
 @pytest.mark.slow
 def test_a_command_is_its_module(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Same output, errors and exit code; flags anywhere; a misspelt command or flag names the nearest."""
-    for module, *words in ((explain.main, "explain", "--device=cpu", "optim.lr"), (plan.main, "plan", "--onn=h100:8")):
+    for module, *words in (
+        (sample.main, "sample", "/none"),
+        (explain.main, "explain", "--device=cpu", "optim.lr"),
+        (plan.main, "plan", "--onn=h100:8"),
+    ):
         done = run("-m", "portable_fsdp", *words)
         assert (done.returncode, done.stdout, done.stderr) == (module(words[1:]), *capsys.readouterr())
     assert "unknown flag --onn; nearest: --on\n" in done.stderr

@@ -1,8 +1,6 @@
 """`python -m portable_fsdp.sample`: a folder made by transformers alone, a run's export, adapters, a chat."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +33,19 @@ def texts(folder: Path, prompt: str = "Grüße", **arguments: Any) -> list[str]:
     return list(sample(folder, prompt, **chosen | arguments))
 
 
-def test_the_command_prints_what_the_same_seed_gives_and_another_gives_others(tmp_path: Path) -> None:
+def test_the_command_prints_what_the_same_seed_gives_and_another_gives_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_model(tmp_path)
     first, second = texts(tmp_path, count=2)
     assert first.startswith("Grüße")
     assert len(first.encode()) > len("Grüße".encode()) + 5
     assert first != second
     assert texts(tmp_path, seed=2) != [first]
-    command = [sys.executable, "-m", "portable_fsdp.sample", str(tmp_path), "--prompt", "Grüße"]
-    done = subprocess.run(
-        [*command, "--tokens=20", "--seed=1", "--count=2"], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split() == f"{first} {second}".split()  # a pipe may change line ends
+    capsys.readouterr()
+    assert main([str(tmp_path), "--prompt", "Grüße", "--tokens=20", "--seed=1", "--count=2"]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out.split(), printed.err) == (f"{first} {second}".split(), "")  # a text may hold line ends
 
 
 def test_temperature_0_takes_the_likeliest(tmp_path: Path) -> None:

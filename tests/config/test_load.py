@@ -43,14 +43,8 @@ def small(folder: Path, *overrides: str) -> Config:
 
 
 def test_defaults_and_overrides(tmp_path: Path) -> None:
-    config = small(
-        tmp_path,
-        "optim.lr=3e-4",
-        "model.architecture.hidden_size=128",
-        "run.name=a=b",
-        "train.steps=2",
-        "train.steps=20",
-    )
+    words = ["optim.lr=3e-4", "model.architecture.hidden_size=128", "run.name=a=b", "train.steps=2", "train.steps=20"]
+    config = small(tmp_path, *words)
     assert config.optim.lr == 3e-4
     assert config.model.architecture == {"model_type": "llama", "hidden_size": 128}
     assert config.run.name == "a=b"
@@ -65,21 +59,19 @@ def test_numbers_as_people_write_them(tmp_path: Path) -> None:
     assert config.memory == Memory()  # an empty section
 
 
-@pytest.mark.parametrize(
-    ("architecture", "overrides", "expected"),
-    [
-        ("null", "rope.type=x", {"rope": {"type": "x"}}),  # an override builds the mapping it needs
-        ("{a: &rope {f: 1}, b: *rope}", "a.f=2", {"a": {"f": 2}, "b": {"f": 1}}),  # and leaves an alias alone
-        ("{a: &r {f: 1}, b: {<<: *r, f: 2}}", "", {"a": {"f": 1}, "b": {"f": 2}}),  # a merged key may be set again
-        ("{a: 1e-5, b: 1.5e3, c: -.5E+1, d: 1e4x}", "", {"a": 1e-5, "b": 1500.0, "c": -5.0, "d": "1e4x"}),
-    ],
-)
-def test_values_inside_an_architecture(
-    tmp_path: Path, architecture: str, overrides: str, expected: dict[str, object]
-) -> None:
-    path = write(tmp_path, f"train: {{steps: 1}}\nmodel: {{architecture: {architecture}}}\n")
-    words = [f"model.architecture.{override}" for override in ("model_type=x", *overrides.split())]
-    assert load_config(path, words).model.architecture == {"model_type": "x", **expected}
+ARCHITECTURES: list[tuple[str, str, dict[str, object]]] = [
+    ("null", "rope.type=x", {"rope": {"type": "x"}}),  # an override builds the mapping it needs
+    ("{a: &rope {f: 1}, b: *rope}", "a.f=2", {"a": {"f": 2}, "b": {"f": 1}}),  # and leaves an alias alone
+    ("{a: &r {f: 1}, b: {<<: *r, f: 2}}", "", {"a": {"f": 1}, "b": {"f": 2}}),  # a merged key may be set again
+    ("{a: 1e-5, b: 1.5e3, c: -.5E+1, d: 1e4x}", "", {"a": 1e-5, "b": 1500.0, "c": -5.0, "d": "1e4x"}),
+]
+
+
+def test_values_inside_an_architecture(tmp_path: Path) -> None:
+    for architecture, overrides, expected in ARCHITECTURES:
+        path = write(tmp_path, f"train: {{steps: 1}}\nmodel: {{architecture: {architecture}}}\n")
+        words = [f"model.architecture.{override}" for override in ("model_type=x", *overrides.split())]
+        assert load_config(path, words).model.architecture == {"model_type": "x", **expected}
 
 
 def test_the_resolved_text_reads_back_to_an_equal_config(tmp_path: Path) -> None:
@@ -142,17 +134,8 @@ REFUSED_FILES = [
 
 JSONL = "source: jsonl, path: a.jsonl"
 REFUSED_OVERRIDES = [
-    *(
-        "optim.lr=x",
-        "optim.lrr=1",
-        "optimm.lr=1",
-        "optim.micro_batch=1",
-        "optim=3",
-        "run=3",
-        "xla_fsdp1=3",
-        "train.steps=true",
-        "train.epochs=3",
-    ),
+    *("optim.lr=x", "optim.lrr=1", "optimm.lr=1", "optim.micro_batch=1", "optim=3", "run=3", "xla_fsdp1=3"),
+    *("train.steps=true", "train.epochs=3"),
     *("model.dropout=1", "model.dropout=publish", 'model={factory: "a:b", dropout: 0.1}'),
     *("model.pretrained=x", "model.architecture={}", "train.steps.x=1", "optim={lr: 1, lr: 2}", "=3", "optim..lr=3"),
     *("sharding.wrap_classes=LlamaDecoderLayer", "sharding.wrap_modules=[1]", "memory.save_ops=matmul"),
@@ -203,19 +186,18 @@ def test_missing_file_folder_and_bytes(tmp_path: Path) -> None:
 FILE = {"source": "jsonl", "path": "a.jsonl"}
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {},
-        {**FILE, "format": "prompt_completion", "columns": {"prompt": "q"}, "eval_split": "b.jsonl"},
-        {**FILE, "format": "chat", "columns": {"tools": "t"}, "chat_template_kwargs": {"enable_thinking": False}},
-        {"source": "huggingface", "path": "org/name", "split": "train[:10%]", "eval_split": "test"},
-        {"mixture": [{**FILE, "weight": 3}, {"source": "python_docs"}], "eval_split": "2.5%", "packing": "stream"},
-    ],
-)
-def test_data_whose_keys_go_together_survives_being_written_and_read_back(keys: dict[str, Any]) -> None:
-    data = Data(**keys)
-    assert Data(**data.model_dump(mode="json")) == data
+KEYS: list[dict[str, Any]] = [
+    {},
+    {**FILE, "format": "prompt_completion", "columns": {"prompt": "q"}, "eval_split": "b.jsonl"},
+    {**FILE, "format": "chat", "columns": {"tools": "t"}, "chat_template_kwargs": {"enable_thinking": False}},
+    {"source": "huggingface", "path": "org/name", "split": "train[:10%]", "eval_split": "test"},
+    {"mixture": [{**FILE, "weight": 3}, {"source": "python_docs"}], "eval_split": "2.5%", "packing": "stream"},
+]
+
+
+def test_data_whose_keys_go_together_survives_being_written_and_read_back() -> None:
+    for data in (Data(**keys) for keys in KEYS):
+        assert Data(**data.model_dump(mode="json")) == data
 
 
 def test_a_share_is_told_from_a_name() -> None:
@@ -226,27 +208,25 @@ def test_a_share_is_told_from_a_name() -> None:
 # --- sizes
 
 
-@pytest.mark.parametrize(
-    ("global_batch", "micro_batch", "row_shards", "split"),
-    [
-        (24, 2, 3, (2, 4, 0)),
-        (12, 1, 5, (1, 3, 3)),
-        (12, 1, 8, (1, 2, 4)),
-        (48, 8, 4, (6, 2, 0)),  # the micro batch shrinks to what a device has
-        (16, 3, 2, (3, 3, 2)),
-        (32, 8, 3, (6, 2, 4)),
-        (7, 7, 1, (7, 1, 0)),
-        (1, 1, 3, (1, 1, 2)),
-    ],
-)
-def test_a_global_batch_is_split_with_little_padding(
-    global_batch: int, micro_batch: int, row_shards: int, split: tuple[int, int, int], tmp_path: Path
-) -> None:
-    config = small(tmp_path, f"train.global_batch={global_batch}", f"train.micro_batch={micro_batch}")
-    assert split_batch(config, row_shards) == split
-    rows, accumulation, padding = split
-    assert rows * accumulation * row_shards == global_batch + padding
-    assert bool(split_note(config, row_shards)) == (padding > 0 or rows < micro_batch)
+SPLITS = [
+    (24, 2, 3, (2, 4, 0)),
+    (12, 1, 5, (1, 3, 3)),
+    (12, 1, 8, (1, 2, 4)),
+    (48, 8, 4, (6, 2, 0)),  # the micro batch shrinks to what a device has
+    (16, 3, 2, (3, 3, 2)),
+    (32, 8, 3, (6, 2, 4)),
+    (7, 7, 1, (7, 1, 0)),
+    (1, 1, 3, (1, 1, 2)),
+]
+"""Global batch, micro batch, row shards; rows, accumulation and padding."""
+
+
+def test_a_global_batch_is_split_with_little_padding(tmp_path: Path) -> None:
+    for global_batch, micro_batch, row_shards, (rows, accumulation, padding) in SPLITS:
+        config = small(tmp_path, f"train.global_batch={global_batch}", f"train.micro_batch={micro_batch}")
+        assert split_batch(config, row_shards) == (rows, accumulation, padding)
+        assert rows * accumulation * row_shards == global_batch + padding
+        assert bool(split_note(config, row_shards)) == (padding > 0 or rows < micro_batch)
 
 
 def test_padding_is_told_with_its_cost_and_the_way_out(tmp_path: Path) -> None:

@@ -26,6 +26,12 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(sys.executable).parent  # torchrun lies beside python
 PYTHON = [sys.executable, "-m", "portable_fsdp.launch"]
 TORCHRUN = [str(PROGRAMS / "torchrun"), "--standalone", "--nproc_per_node=2", "-m", "portable_fsdp.launch"]
+STARTS: dict[str, list[str]] = {
+    "native": [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2"],
+    "xla": [*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=2"],
+    "xla_fsdp1": [*PYTHON, "--device=cpu", "--backend=xla_fsdp1", "--num_devices=1"],
+    "torchrun": [*TORCHRUN, "--device=cpu", "--backend=native"],
+}
 FAKE_LAUNCHERS = [sys.executable, str(Path(__file__).with_name("fake_launchers.py"))]  # then srun or mpirun
 LIMIT_S = 120.0
 
@@ -168,6 +174,11 @@ def committed(run: Path) -> list[int]:
 def committed_in(folder: Path) -> list[int]:
     """The steps that have a checkpoint in this folder."""
     return sorted(step_of(path) or 0 for path in committed_steps(folder))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """The content of each file in it; a folder in it has none."""
+    return {path: path.read_bytes() if path.is_file() else b"" for path in sorted(folder.rglob("*"))}
 
 
 def free_port() -> int:

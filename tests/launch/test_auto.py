@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from cli import PYTHON, TORCHRUN, events, finish, launch, require_curve, tiny_config
+from cli import TORCHRUN, events, finish, launch, require_curve, tiny_config
 
 import portable_fsdp as pf
 from portable_fsdp.backends.refusals import Deployment, require_supported
@@ -11,6 +11,7 @@ from portable_fsdp.checkpoint.manifests import read_manifest
 from portable_fsdp.config.describe import with_settings, without_plan
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.runtime.errors import BackendError, ConfigError
+from portable_fsdp.train.auto import resolve_auto
 
 pytestmark = pytest.mark.slow
 
@@ -44,13 +45,14 @@ def test_processes_agree_on_the_fastest_that_fits_and_a_resumed_run_keeps_it(
 
 
 def test_an_engine_without_a_plan_recomputes_all_layers(tmp_path: Path) -> None:
-    words = [f"run.dir={tmp_path / 'run'}", *AUTO[1:], "train.stop_at=1"]
-    run = finish([*PYTHON, "--device=cpu", "--backend=xla", f"--config={tiny_config(tmp_path)}", *words], tmp_path)
-    assert "chosen: memory.gradient_checkpointing=full compile.enabled=false" in run.err
-    assert events(tmp_path / "run", "start")[-1]["chosen"]["memory.gradient_checkpointing"] == "full"
-    config = load_config(tmp_path / "run/config.yaml")
+    """test_launch.py has a run on xla."""
+    config = load_config(tiny_config(tmp_path), AUTO[1:])
     with pytest.raises(ConfigError, match=r"memory\.gradient_checkpointing: expected a value, found auto"):
         pf.open_backend(config, device="cpu", backend="native")
+    with pf.open_backend(without_plan(config), device="cpu", backend="native") as engine:
+        engine.deployment = Deployment("xla", "cpu", 1, 1)
+        resolved = resolve_auto(config, engine)
+    assert (resolved.memory.gradient_checkpointing, resolved.compile.enabled) == ("full", False)
 
 
 def test_an_open_engine_adopts_what_a_plan_chose(tmp_path: Path) -> None:

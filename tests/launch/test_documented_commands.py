@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli import FAKE_LAUNCHERS, PROGRAMS, SMALL_LLAMA, committed, finish, launch, losses, started, two_tasks
-from documented import ROOT, Command, commands, program_of
+from documented import ROOT, Command, blocks, commands, program_of
 
 from portable_fsdp import explain
 from portable_fsdp.checkpoint.__main__ import main, resolve
@@ -33,11 +33,6 @@ TWO_STEPS = {
 """What follows each program, so that it ends soon."""
 
 
-def script_of(command: Command) -> str | None:
-    """The script of ours that the command starts, by itself, by bash or by sbatch."""
-    return next((word for word in command.words[:2] if word.startswith("launch/")), None)
-
-
 def started_by(command: Command) -> str | None:
     """The module or the script of Python that the command starts in the end."""
     name, *rest = program_of(command.words).words
@@ -45,11 +40,12 @@ def started_by(command: Command) -> str | None:
 
 
 def programs() -> Iterator[object]:
-    """Your own loop is every day's; each of the others takes ten seconds and more of a processor."""
+    """srun is every day's; each of the others takes ten seconds and more of a processor."""
     for command in ALL:
         if started_by(command) in TWO_STEPS and "data.source=text" not in command.words:
-            often = command.where.startswith("library.md") and command.words[0] == "python"
-            marks = [pytest.mark.proof] * (not often) + [pytest.mark.xla] * ("--device=tpu" in command.words)
+            marks = [pytest.mark.proof] * (command.words[0] != "srun") + [pytest.mark.xla] * (
+                "--device=tpu" in command.words
+            )
             yield pytest.param(command, marks=marks, id=command.where)
 
 
@@ -105,9 +101,8 @@ def test_a_documented_program_runs(command: Command, checkout: Path) -> None:
 
 @pytest.mark.proof
 def test_the_config_and_the_loop_of_the_readme_run(tmp_path: Path) -> None:
-    page = (ROOT / "README.md").read_text()
     for language, name in (("yaml", "run.yaml"), ("python", "loop.py")):
-        [block] = re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+        [block] = blocks("README.md", language)
         (tmp_path / name).write_text(block)
     assert load_config(tmp_path / "run.yaml").train.global_batch % 8 == 0  # its torchrun has eight processes
     finish([sys.executable, "-m", "portable_fsdp.launch", "--device=cpu", "--config=run.yaml"], tmp_path)
@@ -117,13 +112,11 @@ def test_the_config_and_the_loop_of_the_readme_run(tmp_path: Path) -> None:
     assert float(out.split()[-1]) < 1  # from 8
 
 
-OF_SCRIPTS = [command for command in ALL if script_of(command)]
-
-
 def test_variables_before_a_script_are_read_by_it() -> None:
     """A misspelt one is no error of the shell: the script would take its default."""
     workers = (ROOT / "launch/tpu_workers.sh").read_text()
-    shown = [(str(script_of(command)), name) for command in OF_SCRIPTS for name in command.variables]
+    scripts = [(word, command) for command in ALL for word in command.words[:2] if word.startswith("launch/")]
+    shown = [(script, name) for script, command in scripts for name in command.variables]
     exported = [word.partition("=")[0] for command in ALL for word in command.words[1:] if command.words[0] == "export"]
     shown += [(f"launch/tpu_{name}.sh", variable) for name in ("vm", "queued_resource") for variable in exported]
     assert len(shown) > 6
@@ -134,9 +127,9 @@ def test_variables_before_a_script_are_read_by_it() -> None:
 # ----------------------------------------------------------------------------------- migrating.md, foreign_formats.md
 
 
-def blocks(page: str) -> list[list[list[str]]]:
+def words_of(page: str) -> list[list[list[str]]]:
     """Of each block of commands, the words after `python -m MODULE` of each one."""
-    texts = re.findall(r"^```bash\n.*?^```\n", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+    texts = [f"```bash\n{block}```\n" for block in blocks(page, "bash")]
     return [[command.words[3:] for command in commands(text, page)] for text in texts]
 
 
@@ -144,7 +137,7 @@ def blocks(page: str) -> list[list[list[str]]]:
 def test_an_accelerate_file_and_a_folder_of_text_are_a_training(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train, explained = blocks("migrating.md")[0]
+    train, explained = words_of("docs/migrating.md")[0]
     (checkout / "corpus").mkdir()
     for number in range(3):
         text = f"Text {number} of a newcomer, line after line, in a file of its own.\n" * 40
@@ -168,12 +161,11 @@ def test_conversions_of_the_page_keep_every_value(folder: Path) -> None:
     """And what was exported and imported is trained on."""
     flags = ("--device=cpu", "--config=tiny.yaml")
     assert launch(*flags, "run.dir=runs/demo") == 0
-    conversions, of_pickles = blocks("foreign_formats.md")
+    conversions, of_pickles = words_of("docs/foreign_formats.md")
     for words in conversions:
         assert main(words) == 0, words
     assert sorted(path.name for path in Path("runs").iterdir()) == ["demo", "imported", "titan"]
-    page = (ROOT / "docs/foreign_formats.md").read_text()
-    [line] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    [line] = blocks("docs/foreign_formats.md", "python")
     exec(line, {})
     saved = torch.load("model.pt", weights_only=True)
     with Reader(resolve(Path("runs/demo"))) as reader:

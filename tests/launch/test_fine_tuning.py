@@ -1,7 +1,6 @@
 """docs/fine_tuning.md as a reader follows it: its data, its config, its three starts, its adapters; on CPUs."""
 
 import json
-import re
 import shlex
 import shutil
 from pathlib import Path
@@ -10,40 +9,37 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cli import PROGRAMS, PYTHON, ROOT, events, finish, launch, losses
+from cli import PROGRAMS, STARTS, events, finish, launch, losses
+from documented import blocks
 from safetensors.torch import load_file
 from test_pretrained_run import write_repository
 from transformers import AutoModelForCausalLM
 
 from portable_fsdp import sample
 
-PAGE = (ROOT / "docs/fine_tuning.md").read_text()
+PAGE = "docs/fine_tuning.md"
 SMALL = [
     *("data.seq_len=32", "data.eval_split=20%", "train.global_batch=4", "train.micro_batch=1", "train.eval_every=3"),
     *("precision.compute=float32", "optim.warmup_steps=1", "train.epochs=2", "train.stop_at=6", "optim.lr=1e-2"),
 ]
 PROJECTION = "model.layers.0.self_attn.q_proj.weight"
-STARTS = {
+DEVICES = {
     "cpu": (["--device=cpu"], ["--device=cpu"]),
     "cuda": (["--nproc_per_node=8", "--device=cuda"], ["--nproc_per_node=2", "--device=cpu"]),
     "tpu": (["--device=tpu"], ["--device=cpu", "--backend=xla", "--num_devices=2"]),
 }
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What a reader has: the page's config, forty lines as the page's one, and a model."""
     write_repository(tmp_path / "model")
-    config = yaml.safe_load(next(block for block in blocks("yaml") if block.startswith("# finetune.yaml")))
+    config = yaml.safe_load(next(block for block in blocks(PAGE, "yaml") if block.startswith("# finetune.yaml")))
     config["model"]["pretrained"] = "model"
     (tmp_path / "finetune.yaml").write_text(yaml.safe_dump({**config, "run": {"dir": "run"}}))
     with (tmp_path / "mine.jsonl").open("w") as file:
         for number in range(40):
-            user, assistant = (line := json.loads(blocks("json")[0]))["messages"]
+            user, assistant = (line := json.loads(blocks(PAGE, "json")[0]))["messages"]
             user["content"], assistant["content"] = "the hub " * (1 + number % 3), "the model reads"  # in 32 tokens
             file.write(json.dumps(line) + "\n")
     monkeypatch.chdir(tmp_path)
@@ -64,9 +60,9 @@ def evaluations(folder: Path) -> list[float]:
 )
 def test_from_a_jsonl_to_a_model(folder: Path, device: str) -> None:
     """By the page's own line for the device, with CPUs in place of it."""
-    lines = [line for block in blocks("bash") for line in block.splitlines() if "--config=finetune.yaml" in line]
+    lines = [line for block in blocks(PAGE, "bash") for line in block.splitlines() if "--config=finetune.yaml" in line]
     words = shlex.split(next(line for line in lines if f"--device={device}" in line))
-    theirs, ours = STARTS[device]
+    theirs, ours = DEVICES[device]
     assert set(theirs) <= set(words)
     replaced = [ours[theirs.index(word)] if word in theirs else word for word in words]
     replaced += [*ours[len(theirs) :], *SMALL]
@@ -90,7 +86,7 @@ def trained(folder: Path, *words: str) -> list[float]:
 
 def test_adapters_are_trained_resumed_and_exported(folder: Path) -> None:
     """The page's own section, resumed from its middle; the base stays as it was, bit for bit."""
-    section = yaml.safe_load(next(block for block in blocks("yaml") if "lora:" in block))
+    section = yaml.safe_load(next(block for block in blocks(PAGE, "yaml") if "lora:" in block))
     words = [f"model.lora={json.dumps(section['model']['lora'])}", "precision.frozen=bfloat16"]
     whole = trained(folder / "whole", *words)
     assert whole[-1] < whole[0] - 0.1
@@ -131,8 +127,7 @@ def test_every_kind_of_adapters_goes_on_as_it_began(folder: Path) -> None:
     for shard in (folder / "half/checkpoints/step-00000003/model").glob("*.safetensors"):
         names = {name for name in load_file(shard) if "lora_" not in name}
         assert names == {"model.embed_tokens.weight", "model.norm.weight"}
-    engine = ["--device=cpu", "--config=finetune.yaml", "--backend=xla", "--num_devices=2"]
-    finish([*PYTHON, *engine, *SMALL, *words, f"run.dir={folder / 'half'}"], folder)
+    finish([*STARTS["xla"], "--config=finetune.yaml", *SMALL, *words, f"run.dir={folder / 'half'}"], folder)
     assert losses(folder / "half") == pytest.approx(whole, rel=1e-5)
 
     settings = json.loads((folder / "whole/export/adapter_config.json").read_text())
@@ -156,9 +151,9 @@ def test_adapters_of_one_engine_go_on_on_another(folder: Path) -> None:
     assert evaluations(folder / "whole")[0] == min(evaluations(folder / "before"))
     trained(folder / "half", *words, "train.stop_at=3")
     # Each in a process of its own: torch_xla is imported before autograd has run.
-    for backend, devices, stop in (("xla", 2, 5), ("xla_fsdp1", 1, 6)):
-        engine = ["--device=cpu", "--config=finetune.yaml", f"--backend={backend}", f"--num_devices={devices}"]
-        finish([*PYTHON, *engine, *SMALL, *words, f"run.dir={folder / 'half'}", f"train.stop_at={stop}"], folder)
+    for engine, stop in (("xla", 5), ("xla_fsdp1", 6)):
+        more = ["--config=finetune.yaml", *SMALL, *words, f"run.dir={folder / 'half'}", f"train.stop_at={stop}"]
+        finish([*STARTS[engine], *more], folder)
     assert losses(folder / "half") == pytest.approx(whole, rel=1e-5)
     for path in (folder / "half/checkpoints").glob("*/*/*.safetensors"):
         assert all("lora_" in name for name in load_file(path)), path

@@ -38,9 +38,10 @@ T5 = PUBLISHED["google-t5/t5-large"] | SMALL_T5
 CHAT = [{"role": "user", "content": "the hub"}, {"role": "assistant", "content": "the model reads"}]
 
 
-@pytest.fixture
-def around(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder with what the configs find on the hub or on a disk, small."""
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the configs find on the hub or on a disk, small."""
+    folder = tmp_path_factory.mktemp("found")
     tokenizer = write_repository(folder / "model")
     (folder / "chats.jsonl").write_text(f"{json.dumps({'messages': CHAT})}\n" * 40)
     _write_images(folder / "data/imagenet")
@@ -49,11 +50,20 @@ def around(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for split in ("train", "validation"):
         rows = [{"article": "the hub " * number, "highlights": "the model reads"} for number in range(1, 13)]
         (folder / f"articles/{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def around(found: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder."""
+    for path in found.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(CONFIGS)
     summaries = importlib.import_module("t5_summaries")
     monkeypatch.setattr(summaries, "TOKENIZER", "t5")
     monkeypatch.setattr(summaries, "DATASET", ("articles",))
-    return folder
+    return tmp_path
 
 
 def _write_images(folder: Path) -> None:
@@ -104,7 +114,7 @@ def test_every_config_is_in_the_gallery_and_loads_as_it_stands() -> None:
     assert [path.stem for path in GALLERY] == sorted(SMALL)
     for path in GALLERY:
         config = load_config(path)
-        assert config.run.name == path.stem
+        assert (config.run.name, config.run.dir) == (path.stem, f"runs/{path.stem}")
         if config.model.pretrained is not None and path.stem != "finetune_smollm2":
             assert config.model.pretrained in PUBLISHED
         if config.data.factory is not None:

@@ -1,5 +1,6 @@
 """A process that hangs is ended within twice its limit. The run says which one, keeps its stacks, and restarts."""
 
+import itertools
 import json
 import re
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from cli import PYTHON, committed, events, finish, losses, started
+from cli import STARTS, committed, events, finish, losses, started
 
 from portable_fsdp.observe.run_files import read_jsonl
 
@@ -74,12 +75,6 @@ CONFIG = {
     "optim": {"lr": 0.01},
     "checkpoint": {"every": 4},
 }
-CPU = [*PYTHON, "--device=cpu", "--config=hangs.yaml"]
-STARTS = {
-    "native": [*CPU, "--backend=native", "--num_devices=2"],
-    "xla": [*CPU, "--backend=xla", "--num_devices=2"],
-    "xla_fsdp1": [*CPU, "--backend=xla_fsdp1", "--num_devices=1"],
-}
 SAYS = {
     "row": "step [0-9]+: waiting for its rows",
     "forward": "step [0-9]+: computing",
@@ -96,21 +91,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def cases() -> list[object]:
-    proof = pytest.mark.proof
-    in_suite = [("xla", "save", 0)]
-    all_cases = [(engine, where, process) for engine in STARTS for where in SAYS for process in (0, 1)]
-    legal = [case for case in all_cases if case[0] == "native" or case[2] == 0]
-    return [case if case in in_suite else pytest.param(*case, marks=proof) for case in legal]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "where", "process"), cases())
+@pytest.mark.parametrize(
+    ("engine", "where", "process"),
+    [
+        pytest.param(*case, marks=[pytest.mark.proof] * (case != ("xla", "save", 0)))
+        for case in itertools.product(("native", "xla", "xla_fsdp1"), SAYS, (0, 1))
+        if case[0] == "native" or case[2] == 0
+    ],
+)
 def test_a_hung_process_is_ended_and_named_and_the_run_goes_on(
     engine: str, where: str, process: int, folder: Path
 ) -> None:
     variables = {"HANG": where, "HANG_PROCESS": str(process)}
-    run = finish(STARTS[engine], folder, 0, **variables)
+    run = finish([*STARTS[engine], "--config=hangs.yaml"], folder, 0, **variables)
     assert "Restart 1 of 3" in run.err
     failed = events(folder / "run", "fail")[0]
     assert f"process {process} on " in failed["reason"], failed
@@ -137,10 +131,8 @@ def test_a_hung_process_is_ended_and_named_and_the_run_goes_on(
 def test_a_stopped_process_is_ended_and_takes_no_further_step(engine: str, process: int, folder: Path) -> None:
     """Though SIGCONT wakes it for seconds, to write its stacks."""
     more = ["train.steps=600", "train.eval_every=300", "checkpoint.every=2", "run.step_timeout_s=20"]
-    with started([*STARTS[engine], *more], folder, HANG="", HANG_PROCESS="0") as run:
-        run.wait_until(
-            lambda: bool(events(folder / "run", "save")) if (folder / "run/events.jsonl").exists() else False
-        )
+    with started([*STARTS[engine], "--config=hangs.yaml", *more], folder, HANG="", HANG_PROCESS="0") as run:
+        run.wait_until(lambda: bool(committed(folder / "run") and events(folder / "run", "save")))
         began = time.monotonic()
         trains = psutil.Process(run.pid).children(recursive=True) if engine == "native" else []
         trains = [each for each in trains if each.environ().get("RANK") == str(process)]

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli import PYTHON, SAVES, committed, events, finish, launch, require_curve, started, tiny_config
+from cli import PYTHON, SAVES, STARTS, committed, events, finish, launch, require_curve, started, tiny_config
 
 from portable_fsdp.observe.goodput import goodput
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.files import LOCK_NAME
 
-NATIVE_2 = [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2"]
-XLA_2 = [*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=2"]
 STEPS = 60
 
 
@@ -28,7 +26,7 @@ def newest(run: Path) -> int:
 def kill_at_random(folder: Path, arguments: list[str], moment: random.Random) -> None:
     """Start on two processes, and kill them up to 0.2 s after the first step that they commit."""
     before = newest(folder / "run")
-    with started([*NATIVE_2, *arguments], folder) as process:
+    with started([*STARTS["native"], *arguments], folder) as process:
         process.wait_until(lambda: newest(folder / "run") > before)
         time.sleep(moment.uniform(0, 0.2))
         owner = json.loads((folder / "run" / LOCK_NAME).read_text())["pid"]
@@ -74,7 +72,7 @@ def test_kills_and_resumes_on_one_process(tmp_path: Path, seed: int) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [39, 40])
 def test_kills_and_resumes_on_another_engine(tmp_path: Path, seed: int) -> None:
-    kill_and_go_on(tmp_path, seed, XLA_2)
+    kill_and_go_on(tmp_path, seed, STARTS["xla"])
 
 
 @pytest.mark.proof
@@ -91,8 +89,7 @@ def test_accounts_of_three_kills_and_another_engine(folder: Path) -> None:
         with started([*PYTHON, *words, "--backend=native"], folder) as job:
             job.wait_until(lambda step=step: has_reached(step))
             job.kill()
-    with started([*PYTHON, *words, "--backend=xla", "--num_devices=2"], folder) as job:
-        assert job.wait() == 0, job.err
+    job = finish([*STARTS["xla"], *words], folder)
     assert "goodput" in job.err
     happened = read_jsonl(run / "events.jsonl")
     accounts = goodput(happened, read_jsonl(metrics))

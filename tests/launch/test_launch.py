@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from cli import PYTHON, TORCHRUN, Started, committed, events, launch, losses, started, tiny_config
+from cli import PYTHON, STARTS, Started, committed, contents, events, launch, losses, started, tiny_config
 from documented import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,12 +23,7 @@ from portable_fsdp.config.load import config_text
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.observe.run_files import read_jsonl
 
-STARTS: dict[str, list[str]] = {
-    "plain": [*PYTHON, "--device=cpu"],
-    "torchrun": [*TORCHRUN, "--device=cpu"],
-    "several": [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2"],
-    "xla": [*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=4"],
-}
+PLAIN = [*PYTHON, "--device=cpu"]
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_bytes", "seconds"),
     "data_seconds",
@@ -51,7 +45,7 @@ def run_to_the_end(folders: pytest.TempPathFactory, *kinds: str) -> dict[str, tu
         runs: dict[str, tuple[Started, Path]] = {}
         for kind in kinds:
             folder = folders.mktemp(kind)
-            command = [*STARTS[kind], f"--config={tiny_config(folder)}", "checkpoint.export=true"]
+            command = [*STARTS.get(kind, PLAIN), f"--config={tiny_config(folder)}", "checkpoint.export=true"]
             runs[kind] = stack.enter_context(started(command, folder, **temporary(folder))), folder / "run"
         for process, _ in runs.values():
             assert process.wait() == 0, process.err
@@ -83,12 +77,10 @@ def test_native_starts(native_runs: dict[str, tuple[Started, Path]], finished: P
     assert losses(native_runs["torchrun"][1]) == pytest.approx(losses(finished), rel=1e-5)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("kind", "backend", "devices"),
-    [
-        pytest.param("xla", "xla", 4, marks=pytest.mark.xla),
-        pytest.param("several", "native", 2, marks=pytest.mark.proof),
-    ],
+    [pytest.param("xla", "xla", 2, marks=pytest.mark.xla), ("native", "native", 2)],
 )
 def test_start(kind: str, backend: str, devices: int, finished: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     process, run = run_to_the_end(tmp_path_factory, kind)[kind]
@@ -142,11 +134,11 @@ def check_run(console: Started, run: Path, *, backend: str, devices: int) -> Non
 def test_the_same_command_again_finds_nothing_to_do(
     finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    before = contents(finished)
     monkeypatch.chdir(finished.parent)
     assert launch("--device=cpu", "--config=tiny.yaml") == 0
     assert "step 6 of 6 is already saved: nothing left to train" in capsys.readouterr().err
-    after = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    after = contents(finished)
     changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
     config = finished / "config.yaml"
     # This command asks for no export, the first one did.
@@ -154,15 +146,6 @@ def test_the_same_command_again_finds_nothing_to_do(
     logs = {path for path in changed if path.parent.name == "logs"}
     assert all(after[path].startswith(before[path]) for path in logs)
     assert changed - logs <= {finished / "events.jsonl", config}
-
-
-def test_export_of_a_run_that_was_finished_elsewhere(
-    native_runs: dict[str, tuple[Started, Path]], tmp_path: Path
-) -> None:
-    of_two = native_runs["torchrun"][1] / "checkpoints/step-00000006"
-    here = [f"run.dir={tmp_path / 'run'}", f"checkpoint.resume={of_two}", "checkpoint.export=true"]
-    assert launch("--device=cpu", f"--config={tiny_config(tmp_path)}", *here) == 0
-    assert (tmp_path / "run/export/model.safetensors").is_file()
 
 
 def test_flags_may_follow_overrides_and_a_resumed_run_tells_its_collectives_too(folder: Path) -> None:
@@ -210,10 +193,10 @@ def stop_after(step: int, command: list[str], folder: Path, *, by: str, **variab
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("kind", ["plain", "several"])
+@pytest.mark.parametrize("kind", ["plain", "native"])
 def test_stop_twice_and_go_on(kind: str, folder: Path, uninterrupted: list[float]) -> None:
     arguments = ["--config=tiny.yaml", *SLOW]
-    command = [*STARTS[kind], *arguments]
+    command = [*STARTS.get(kind, PLAIN), *arguments]
     assert stop_after(2, command, folder, by="SIGTERM", **temporary(folder)) == 143
     first = committed(folder / "run")[-1]
     assert stop_after(first + 2, command, folder, by="Ctrl-C", **temporary(folder)) == 143
@@ -238,10 +221,13 @@ def test_native_to_xla_and_back(folder: Path, uninterrupted: list[float]) -> Non
     arguments = ["--config=tiny.yaml", *SLOW]
     native = ["--device=cpu", *arguments]
     assert launch(*native, "train.stop_at=2") == 0
-    xla = [*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=4", "sharding.tensor=2", *arguments]
-    assert stop_after(4, [*xla, "checkpoint.export=true"], folder, by="SIGTERM") == 143
+    more = ["checkpoint.export=true", "memory.gradient_checkpointing=auto"]
+    assert stop_after(4, [*STARTS["xla"], *arguments, *more], folder, by="SIGTERM") == 143
+    assert events(folder / "run", "start")[-1]["chosen"] == {"memory.gradient_checkpointing": "full"}
     said = (folder / "run/logs/run.log").read_text()
     assert "portable_fsdp.checkpoint export run run/export" in said, "a stopped run exports nothing"
+    assert said.count("compiling step 3; ") == 1
+    assert names_in(folder / "run/logs") == ["run.log", "stderr-0.log"]
     assert launch(*native) == 0
     assert losses(folder / "run") == pytest.approx(uninterrupted, rel=1e-5)
     checkpoints = sorted((folder / "run/checkpoints").iterdir())
@@ -284,16 +270,10 @@ def test_a_stop_while_a_corpus_is_tokenized_ends_at_once(folder: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- help
 
 
-def test_help_is_quick_and_imports_no_torch() -> None:
-    seconds: list[float] = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-X", "importtime", *PYTHON[1:], "--help"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert "--num_devices" in done.stdout
-        imported = re.findall(r"\| +([a-z_]+)$", done.stderr, re.MULTILINE)
-        assert "portable_fsdp" in imported
-        assert {"torch", "transformers", "numpy", "pydantic", "yaml"}.isdisjoint(imported)
-    assert min(seconds) < 0.5
+def test_help_imports_nothing_that_takes_long() -> None:
+    command = [sys.executable, "-X", "importtime", *PYTHON[1:], "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "--num_devices" in done.stdout
+    imported = re.findall(r"\| +([a-z_]+)$", done.stderr, re.MULTILINE)
+    assert "portable_fsdp" in imported
+    assert {"torch", "transformers", "numpy", "pydantic", "yaml"}.isdisjoint(imported)

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from cli import ROOT, TINY, TORCHRUN, finish
+from cli import FAKE_LAUNCHERS, ROOT, TINY, TORCHRUN, finish, two_tasks
 from torch import Tensor, nn
 
 import portable_fsdp as pf
@@ -258,3 +258,18 @@ def test_shard_refuses_what_is_no_module() -> None:
     config, message = pf.make_config(), r"shard: dict: expected it to return a torch\.nn\.Module"
     with pf.open_backend(config, device="cpu", backend="native") as engine, pytest.raises(ConfigError, match=message):
         pf.shard(dict, config, engine)  # pyright: ignore[reportArgumentType]
+
+
+LOOP = """
+import sys
+from portable_fsdp import load_config, open_backend
+with open_backend(load_config(sys.argv[1]), device="cpu") as engine:
+    print(f"process {engine.process.index} of {engine.process.count}")
+"""
+
+
+@pytest.mark.proof
+def test_a_loop_of_ones_own_under_srun(tmp_path: Path) -> None:
+    start = [*FAKE_LAUNCHERS, "srun", PYTHON, "-c", LOOP, ROOT / "configs/quickstart.yaml"]
+    lines = re.findall(r"process \d of 2", finish(start, tmp_path, **two_tasks("srun")).out)  # both may share a line
+    assert sorted(lines) == ["process 0 of 2", "process 1 of 2"]

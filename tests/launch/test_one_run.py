@@ -9,13 +9,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli import PYTHON, TORCHRUN, Started, committed, launch, losses, started, tiny_config
+from cli import PYTHON, STARTS, Started, committed, launch, losses, started, tiny_config
 
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.files import LOCK_NAME
 
 LONG = ["train.steps=100000", "checkpoint.every=1", "checkpoint.keep=2", "train.log_every=100"]
-SEVERAL = [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2"]
 
 
 @contextmanager
@@ -30,17 +29,12 @@ def started_by(process: Started) -> Generator[list[psutil.Process]]:
                 child.kill()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(SEVERAL, id="several"),
-        pytest.param([*TORCHRUN, "--device=cpu"], id="torchrun", marks=pytest.mark.proof),
-    ],
-)
-def test_workers_end_with_a_launcher_that_is_killed(command: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["native", pytest.param("torchrun", marks=pytest.mark.proof)])
+def test_workers_end_with_a_launcher_that_is_killed(start: str, tmp_path: Path) -> None:
+    """`native`: the supervisor of a run is killed, which starts the launcher of its processes."""
     arguments = [f"--config={tiny_config(tmp_path)}", *LONG]
     run = tmp_path / "run"
-    with started([*command, *arguments], tmp_path) as process:
+    with started([*STARTS[start], *arguments], tmp_path) as process:
         process.wait_until(lambda: bool(committed(run)))
         with started_by(process) as workers:
             assert len(workers) >= 2

@@ -9,13 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli import PYTHON, SAVES, TORCHRUN, Started, committed, events, launch, started, tiny_config
+from cli import SAVES, STARTS, TORCHRUN, Started, committed, events, launch, started, tiny_config
 
-CPU = [*PYTHON, "--device=cpu"]
-STARTS = {
-    "native": [*CPU, "--backend=native", "--num_devices=2"],
-    "xla": [*CPU, "--backend=xla", "--num_devices=2"],
-}
 GRACE_S = 30  # of a spot VM
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli import PYTHON, SAVES, TORCHRUN, Started, committed, events, finish, require_curve, started, tiny_config
+from cli import SAVES, STARTS, TORCHRUN, committed, events, finish, require_curve, started, tiny_config
 
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.launch import _check_elastic, _config_of_start
@@ -19,11 +19,6 @@ from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.launchers import Launch
 from portable_fsdp.train.preflight import check_hosts
 
-CPU = [*PYTHON, "--device=cpu"]
-STARTS = {
-    "native": [*CPU, "--backend=native", "--num_devices=2"],
-    "xla": [*CPU, "--backend=xla", "--num_devices=2"],
-}
 STEPS = 40
 
 PROGRAM = """
@@ -140,39 +135,6 @@ def test_a_run_finishes_by_itself_with_the_curve_of_a_run_left_alone(fault: str,
     require_curve(tmp_path, "--device=cpu", *arguments)
 
 
-@pytest.mark.proof
-@pytest.mark.slow
-def test_a_failure_that_repeats_ends_the_run_with_both_causes(tmp_path: Path) -> None:
-    """A learning rate that gives NaN; checkpoint.resume=none, which forbids checkpoints in the folder, is for the first
-    start alone."""
-    words = [f"--config={tiny_config(tmp_path)}", "optim.lr=1e30", "checkpoint.every=1", "checkpoint.resume=none"]
-    run = finish([*CPU, *words], tmp_path, 1)
-    assert run.err.count("Restart 1 of 3") == 1
-    assert "it failed 2 times without getting further" in run.err
-    assert run.err.count("not finite") == 3
-    assert len(events(tmp_path / "run", "start")) == 2
-
-
-@pytest.mark.proof
-@pytest.mark.slow
-def test_a_stop_request_ends_a_run_that_is_supervised(tmp_path: Path) -> None:
-    words = [f"--config={tiny_config(tmp_path)}", *SAVES, "train.steps=100000"]
-
-    def stopped(run: Started) -> None:
-        run.wait_until(lambda: bool(committed(tmp_path / "run")))
-        run.send_signal(signal.SIGTERM)
-        assert run.wait() == 143, run.err
-        assert "Restart" not in run.err
-
-    with started([*CPU, *words], tmp_path) as run:
-        stopped(run)
-    with started([*CPU, *words], tmp_path) as run:  # a supervisor that is killed leaves nothing behind
-        run.wait_until(lambda: len(events(tmp_path / "run", "start")) == 2)
-        left = psutil.Process(run.pid).children(recursive=True)
-        run.send_signal(signal.SIGKILL)
-        assert not psutil.wait_procs(left, timeout=10)[1]
-
-
 def test_a_number_of_hosts_that_may_change_needs_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = ["--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=last_call_timeout=1"]
     path = tiny_config(tmp_path)
@@ -202,7 +164,11 @@ def test_numbers_of_hosts_that_can_not_train_are_told(tmp_path: Path) -> None:
 
 
 def test_a_launcher_restarts_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no supervisor honours run.max_restarts."""
+    """And no supervisor honours run.max_restarts. checkpoint.resume=none is for the first start alone."""
+    path = tiny_config(tmp_path)
+    for restarts, resume in ((0, "none"), (1, "auto")):
+        config = _config_of_start(load_config(path, ["checkpoint.resume=none"]), Launch("plain", restarts=restarts))
+        assert config.checkpoint.resume == resume
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
     with pytest.raises(ConfigError, match=r"max_restarts=5: only a run that is started by hand[^*]*--max-restarts"):
-        _config_of_start(load_config(tiny_config(tmp_path), ["run.max_restarts=5"]), Launch("torchrun"))
+        _config_of_start(load_config(path, ["run.max_restarts=5"]), Launch("torchrun"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli import committed, events, launch, losses
+from cli import committed, contents, events, launch, losses
 
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.checkpoint.manifests import Manifest
@@ -20,22 +20,22 @@ from portable_fsdp.train.measures import InFlight, Measures
 FLAGS = ("--device=cpu", "--config=tiny.yaml", "checkpoint.every=null")
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_a_file_asks_for_a_save_now(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_what_is_no_file_asks_for_no_save(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "run").mkdir()
     request = folder / "run" / "SAVE"
-    {"file": request.touch, "folder": request.mkdir, "link": lambda: request.symlink_to(folder)}[kind]()
+    request.mkdir() if kind == "folder" else request.symlink_to(folder)
     assert launch(*FLAGS) == 0
-    assert committed(folder / "run") == ([2, 6] if kind == "file" else [6])  # asked with step 1, known in step 2
-    assert request.exists() == (kind != "file")
-    assert capsys.readouterr().err.count("SAVE: not a regular file") == (kind != "file")
+    assert committed(folder / "run") == [6]
+    assert request.exists()
+    assert capsys.readouterr().err.count("SAVE: not a regular file") == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_file_goes_when_the_save_in_the_background_is_committed(
-    fails: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_asks_for_a_save_now_and_goes_when_it_is_committed_in_the_background(
+    fails: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The commit is held until two further steps have run."""
+    """The commit is held until two further steps have run. One that fails ends the run at the next step."""
     commit, existed = Checkpoints._commit, list[bool]()
 
     def late(self: Checkpoints, final: Path, attempt: str, manifest: Manifest) -> None:
@@ -44,16 +44,21 @@ def test_the_file_goes_when_the_save_in_the_background_is_committed(
                 time.sleep(0.01)
             existed.append((folder / "run" / "SAVE").exists())
             if fails:
-                raise OSError("no commit today")
+                final.touch()  # a file in the folder's place: the commit can't rename to it
         commit(self, final, attempt, manifest)
 
     monkeypatch.setattr(Checkpoints, "_commit", late)
     (folder / "run").mkdir()
     (folder / "run" / "SAVE").touch()
-    assert launch(*FLAGS, "checkpoint.async_save=true") == (1 if fails else 0)
+    steps = 400 if fails else 6
+    assert launch(*FLAGS, "checkpoint.async_save=true", f"train.steps={steps}") == (1 if fails else 0)
     assert existed == [True]
     assert (folder / "run" / "SAVE").exists() == fails
-    assert committed(folder / "run") == ([] if fails else [2, 6])  # one request, one save
+    assert committed(folder / "run") == ([] if fails else [2, 6])  # asked with step 1, known in step 2; saved once
+    assert (len(losses(folder / "run")) < steps) == fails
+    message = capsys.readouterr().err
+    assert ("checkpoint step-00000002" in message) == fails
+    assert "Traceback" not in message
 
 
 def test_minutes_ask_for_saves(folder: Path) -> None:
@@ -64,25 +69,6 @@ def test_minutes_ask_for_saves(folder: Path) -> None:
     assert not (folder / "run/checkpoints").exists()
     saves = events(folder / "run", "save")
     assert [(event["step"], event["removed"]) for event in saves] == [(2, []), (4, [2]), (6, [4])]
-
-
-def test_a_failed_background_save_ends_the_run_at_the_next_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    begin = Checkpoints._begin
-
-    def blocked(self: Checkpoints, final: Path) -> str:
-        if final.name == "step-00000002":
-            final.touch()  # a file in the folder's place: the commit can't rename to it
-        return begin(self, final)
-
-    monkeypatch.setattr(Checkpoints, "_begin", blocked)
-    assert launch(*FLAGS, "checkpoint.every=2", "checkpoint.async_save=true", "train.steps=400") == 1
-    message = capsys.readouterr().err
-    assert "checkpoint step-00000002" in message
-    assert "Traceback" not in message
-    assert len(losses(folder / "run")) < 400
-    assert committed(folder / "run") == []
 
 
 def test_a_background_save_without_a_thread_waits(
@@ -149,24 +135,7 @@ def test_events_say_what_a_resume_changed(folder: Path) -> None:
     assert event["changes"] == changes
 
 
-def test_weights_only_is_a_new_run_from_other_weights(folder: Path) -> None:
-    assert launch(*FLAGS) == 0
-    fresh = losses(folder / "run")
-    new = ["run.dir=new", "checkpoint.resume=run/checkpoints/step-00000006", "checkpoint.load=weights_only"]
-    assert launch(*FLAGS, *new, "optim.lr=0.001", "train.stop_at=4") == 0
-    tuned = losses(folder / "new")
-    assert len(tuned) == 4
-    assert tuned[0] < fresh[0] - 0.05  # from trained weights
-    assert launch(*FLAGS, *new, "optim.lr=0.001") == 0  # goes on with its own
-    assert [event["load"] for event in events(folder / "new", "resume")] == ["weights_only", "all"]
-    assert len(losses(folder / "new")) == 6
-
-
 # ---------------------------------------------------------------------------------------------- lost checkpoints
-
-
-def content(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def test_a_run_that_lost_its_checkpoints_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +144,7 @@ def test_a_run_that_lost_its_checkpoints_is_refused(folder: Path, capsys: pytest
     assert launch(*words, "train.stop_at=3") == 0
     with (run / "events.jsonl").open("a") as file:
         file.write('{"time": "2026-01-01T00:00:00.000+00:00", "event": "sa')  # as a kill leaves it
-    before = content(run)
+    before = contents(run)
     (folder / "elsewhere").mkdir()
     os.chdir("elsewhere")
     capsys.readouterr()
@@ -184,7 +153,7 @@ def test_a_run_that_lost_its_checkpoints_is_refused(folder: Path, capsys: pytest
     message = capsys.readouterr().err
     assert f"the last save that {run / 'events.jsonl'} names is {folder / 'saves/step-00000003'},\n" in message
     assert "set checkpoint.dir to the one\n  that holds it. To start over, without the steps so far: " in message
-    assert content(run) == before
+    assert contents(run) == before
     assert not list((folder / "elsewhere").iterdir())
     os.chdir(folder)
     assert launch(*words) == 0  # where it is found again
@@ -210,14 +179,22 @@ def test_the_newest_checkpoint_may_be_older_than_the_newest_save(
         assert message.count("step 4: ") == said
 
 
-def test_a_run_from_an_address_does_not_begin_there_twice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch(*FLAGS, "run.dir=base", "train.stop_at=2") == 0
-    words = (*FLAGS, "checkpoint.resume=base/checkpoints/step-00000002", "checkpoint.load=weights_only")
+def test_weights_only_is_a_new_run_from_other_weights_which_does_not_begin_there_twice(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(*FLAGS, "run.dir=base") == 0
+    new = (*FLAGS, "optim.lr=0.001")
+    words = (*new, "checkpoint.resume=base/checkpoints/step-00000006", "checkpoint.load=weights_only")
     assert launch(*words, "train.stop_at=1") == 0
     shutil.move("run/checkpoints", "moved")
     assert launch(*words) == 2
     assert "To start over, without the steps so far: another run.dir." in capsys.readouterr().err
     # What a full disk's message offers: on from a save of its own, to another folder.
     shutil.move("moved", "run/checkpoints")
-    assert launch(*FLAGS, "checkpoint.dir=another", "checkpoint.resume=run/checkpoints/step-00000001") == 0
-    assert len(losses(folder / "run")) == 6
+    here = ("checkpoint.dir=another", "train.stop_at=3")
+    assert launch(*new, *here, "checkpoint.resume=run/checkpoints/step-00000001") == 0
+    assert launch(*words, "checkpoint.dir=another") == 0  # goes on with its own
+    assert [event["load"] for event in events(folder / "run", "resume")] == ["weights_only", "all", "all"]
+    tuned = losses(folder / "run")
+    assert len(tuned) == 6
+    assert tuned[0] < losses(folder / "base")[0] - 0.05  # from trained weights

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli import PYTHON, TORCHRUN, events, finish, launch, losses
+from cli import STARTS, events, finish, launch, losses
 from plain_backend import PlainBackend, in_processes
 
 from portable_fsdp import evaluate
@@ -265,12 +265,6 @@ FAULTS = {
     "exit code 0": ("os._exit(0)", "ended with exit code 0"),
 }
 """What process does in its fifth forward, and the cause."""
-STARTS = {
-    "native": [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2"],
-    "xla": [*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=2"],
-    "xla_fsdp1": [*PYTHON, "--device=cpu", "--backend=xla_fsdp1", "--num_devices=1"],
-    "torchrun": [*TORCHRUN, "--device=cpu", "--backend=native"],
-}
 FAULTY_RUN = ["--config=user.yaml", "optim.factory=null", "train.task=faulty:task", "train.micro_batch=2"]
 IN_SUITE = ("native", "error", "1")
 

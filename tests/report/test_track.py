@@ -38,18 +38,15 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_run_arrives_whole_and_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its samples as texts of their steps."""
+    samples = [{"step": step, "prompt": "a", "text": f"a {number}"} for step in (5, 12) for number in (1, 2)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples), encoding="utf-8")
     assert main([str(run), "--track=tensorboard"]) == 0
     assert main([str(run), "--track=tensorboard"]) == 0  # nothing is sent twice
     assert capsys.readouterr().out == f"{run}: sent up to step 40\n" * 2
     assert curve(run, "train/loss") == [(row["step"], pytest.approx(row["loss"])) for row in rows(run)]
     assert [step for step, _ in curve(run, "eval/loss")] == [10, 20, 30, 40]
     assert [step for step, _ in curve(run, "processes/seconds_imbalance")] == [10, 20, 30, 40]
-
-
-def test_samples_arrive_as_texts_of_their_steps(run: Path) -> None:
-    samples = [{"step": step, "prompt": "a", "text": f"a {number}"} for step in (5, 12) for number in (1, 2)]
-    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples), encoding="utf-8")
-    assert main([str(run), "--track=tensorboard"]) == 0
     events = EventAccumulator(str(run / "trackers/tensorboard"))
     events.Reload()
     for number in (1, 2):

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import psutil
 import pytest
@@ -101,20 +101,17 @@ def test_ctrl_c_ends_it_with_what_was_measured(tmp_path: Path) -> None:
     assert not left
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--minutes=0.01"], "--minutes=0.01 is less than one candidate needs"),
-        (["--minutes=0"], "--minutes=0 is less than one candidate needs"),
-        (["--device=cuda"], "For devices that aren't here: python -m portable_fsdp.plan"),
-    ],
-)
 @pytest.mark.slow
-def test_bad_input(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"--config={written(tmp_path)}", "--device=cpu", "--backend=native", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for word, message in {
+        "--minutes=0.01": "--minutes=0.01 is less than one candidate needs",
+        "--minutes=0": "--minutes=0 is less than one candidate needs",
+        "--device=cuda": "For devices that aren't here: python -m portable_fsdp.plan",
+    }.items():
+        assert main([f"--config={written(tmp_path)}", "--device=cpu", "--backend=native", word]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert "Traceback" not in error
 
 
 def test_the_climb_finds_the_fastest_of_a_grid_in_few_measurements() -> None:
@@ -162,25 +159,19 @@ def test_the_climb_goes_on_where_a_second_measurement_leads() -> None:
     assert best == {"train.micro_batch": "16"}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "own", "chosen"),
-    [
-        (0.99, {"seconds": 1.0}, {}),
-        (0.9, {"seconds": 1.0}, {"train.micro_batch": "2"}),
-        (0.9, {"problem": "out of memory"}, {"train.micro_batch": "2"}),
-        (0.9, {"problem": "not finished when the time was over"}, {}),
-    ],
-)
-def test_the_configs_own_settings_stay_unless_others_are_faster(
-    seconds: float, own: dict[str, Any], chosen: Settings
-) -> None:
-    candidates = [
-        Candidate({"train.micro_batch": "1"}, seconds=2.0),
-        Candidate({}, **own),
-        Candidate({"train.micro_batch": "2"}, seconds=seconds),
-        Candidate({"train.micro_batch": "4"}, seconds=0.1, problem="loss is nan in step 2"),
-    ]
-    assert _chosen(candidates, {}) == chosen
+def test_the_configs_own_settings_stay_unless_others_are_faster() -> None:
+    fast = {"train.micro_batch": "2"}
+    for seconds, own, chosen in (
+        (0.99, Candidate({}, seconds=1.0), {}),
+        (0.9, Candidate({}, seconds=1.0), fast),
+        (0.9, Candidate({}, problem="out of memory"), fast),
+        (0.9, Candidate({}, problem="not finished when the time was over"), {}),
+    ):
+        candidates = [
+            *(Candidate({"train.micro_batch": "1"}, seconds=2.0), own, Candidate(fast, seconds=seconds)),
+            Candidate({"train.micro_batch": "4"}, seconds=0.1, problem="loss is nan in step 2"),
+        ]
+        assert _chosen(candidates, {}) == chosen
 
 
 class TimesByRule:
