@@ -19,8 +19,8 @@ from portable_fsdp.plan import __main__ as plan
 ROOT = Path(__file__).parents[1]
 
 
-def run(*words: str, python: str = sys.executable, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [python, *words]
+def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **variables})
 
 

@@ -1,6 +1,6 @@
 """Helpers for tests of foreign configs: the example files of samples/, how to read them, and an import as text."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,18 +17,14 @@ REST = ("model.pretrained=folder", "train.steps=100", "train.global_batch=64")
 """Options that files of other tools need not set."""
 
 
-def environ_of(text: str) -> dict[str, str]:
-    """`A=1 B=2` as variables."""
-    return {name: value for name, _, value in (pair.partition("=") for pair in text.split())}
-
-
-LAUNCHED = environ_of("""
+LAUNCHED_WORDS = """
     ACCELERATE_MIXED_PRECISION=no ACCELERATE_USE_CPU=False ACCELERATE_DYNAMO_BACKEND=NO ACCELERATE_DYNAMO_MODE=default
     ACCELERATE_DYNAMO_USE_FULLGRAPH=False ACCELERATE_USE_FSDP=true FSDP_VERSION=1 FSDP_SHARDING_STRATEGY=FULL_SHARD
     FSDP_RESHARD_AFTER_FORWARD=true FSDP_MIN_NUM_PARAMS=100000000 FSDP_OFFLOAD_PARAMS=false FSDP_FORWARD_PREFETCH=false
     FSDP_USE_ORIG_PARAMS=true FSDP_CPU_RAM_EFFICIENT_LOADING=true FSDP_SYNC_MODULE_STATES=true
     FSDP_ACTIVATION_CHECKPOINTING=false FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD=false
-    """)
+"""
+LAUNCHED = {name: value for name, _, value in (pair.partition("=") for pair in LAUNCHED_WORDS.split())}
 """Variables that `accelerate launch --use_fsdp` of 1.15 sets by itself; a block of environment.txt adds to them."""
 
 
@@ -37,16 +33,10 @@ def read(path: Path, *overrides: str) -> Loaded:
     return read_config(path, [*(text for text in REST if text.partition("=")[0] not in options), *overrides])
 
 
-def named(name: str) -> Path:
-    return HERE / "samples" / name
-
-
-def problems(
-    path: Path, *overrides: str, imports: tuple[Path, ...] = (), environ: Mapping[str, str] | None = None
-) -> str:
+def problems(path: Path, *overrides: str) -> str:
     """The message of a config that can't be read, without the names of folders."""
     with pytest.raises(ConfigError) as error:
-        read_config(path, overrides, imports, environ)
+        read_config(path, overrides)
     return plain(str(error.value), path.parent)
 
 

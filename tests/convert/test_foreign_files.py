@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from foreign_files import FILES, HERE, LAUNCHED, REST, named, plain, problems, read, rendered
+from foreign_files import FILES, HERE, LAUNCHED, REST, plain, problems, read, rendered
 
 from portable_fsdp import explain
 from portable_fsdp.config.load import Loaded
@@ -75,7 +75,7 @@ def test_every_misspelt_key_is_named_with_its_nearest(tmp_path: Path) -> None:
 
 
 def test_explain_writes_and_names_the_origin_of_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    theirs = named("accelerate_0_20_fsdp.yaml")
+    theirs = HERE / "samples/accelerate_0_20_fsdp.yaml"
     ours = tmp_path / "ours.yaml"
     arguments = [f"--import={theirs}", f"--write={ours}", "--backend=native", *REST]
     assert explain.main(arguments) == 0

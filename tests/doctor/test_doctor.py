@@ -52,14 +52,10 @@ def environment(site: Path | None, **variables: str) -> dict[str, str]:
     return {**clean, "PYTHONPATH": str(site or ROOT), **variables}
 
 
-def examine(
-    *arguments: str, site: Path | None, command: list[str] = COMMAND, **variables: str
-) -> tuple[int, dict[str, dict[str, str]]]:
+def examine(site: Path | None, command: list[str] = COMMAND, **variables: str) -> tuple[int, dict[str, dict[str, str]]]:
     """Exit code, and the lines by name."""
-    whole = [*command, "--json", *arguments]
-    done = subprocess.run(
-        whole, env=environment(site, **variables), cwd=site, capture_output=True, text=True, timeout=200
-    )
+    env = environment(site, **variables)
+    done = subprocess.run([*command, "--json"], env=env, cwd=site, capture_output=True, text=True, timeout=200)
     assert done.stdout, done.stderr
     report = json.loads(done.stdout)
     assert report["exit_code"] == done.returncode
@@ -76,7 +72,7 @@ def by_name(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 def test_without_packages(site: Path) -> None:
     """The doctor itself needs none, and imports no torch."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    code, lines = examine(site=site)
+    code, lines = examine(site)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert code == 1
     assert lines["packages"] == {
@@ -92,13 +88,8 @@ def test_without_packages(site: Path) -> None:
 
 
 NEEDS = (
-    *(
-        "torch>=2.9",
-        "transformers<6,>=5.23",
-        "numpy>=1.26",
-        "jax==0.7.1; extra == 'xla'",
-        "torch==2.9.0; extra == 'xla'",
-    ),
+    *("torch>=2.9", "transformers<6,>=5.23", "numpy>=1.26", "jax==0.7.1; extra == 'xla'"),
+    "torch==2.9.0; extra == 'xla'",
     *("portable-fsdp[xla]; extra == 'plan'", "torch_tpu==0.2.0; extra == 'torchtpu'", "tqdm; extra == 'mac'"),
     *("tqdm; extra == 'mac' and platform_system == 'Darwin'", "tqdm; platform_system == 'Darwin'"),
 )
@@ -135,7 +126,7 @@ def test_versions(site: Path, case: str) -> None:
     install(site, "portable-fsdp", "0.1.0", (*NEEDS, *more), EXTRAS)
     for name, version in versions.items():
         install(site, name, version)
-    _, lines = examine(site=site)
+    _, lines = examine(site)
     assert (lines["packages"]["found"], lines["extras"]["found"]) == (packages, extras)
     is_wrong = case == "wrong"
     assert lines["packages"]["state"] == ("failed" if is_wrong else "ok")
@@ -169,7 +160,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 def test_processes_of_a_launch_meet_in_this_environment() -> None:
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node=2"]
     command = [*torchrun, "-m", "portable_fsdp.doctor"]
-    code, lines = examine(site=None, command=command, OMP_NUM_THREADS="1")
+    code, lines = examine(None, command, OMP_NUM_THREADS="1")
     assert f"torch {metadata.version('torch')}" in lines["packages"]["found"]
     assert lines["packages"]["state"] == "ok"
     assert lines["launcher"]["found"].startswith("started by torchrun: 2 process(es)")

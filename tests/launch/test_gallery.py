@@ -131,20 +131,15 @@ def test_every_config_states_its_plans_and_the_page_has_them() -> None:
         assert cell == (", ".join(map(cell_of, plans)) or "none"), name
 
 
-STATED = [(config, stated) for config in GALLERY for stated in stated_plans(config).values()]
-
-
-def is_slice(stated: Stated) -> bool:
-    return parse_target(stated.on).hardware.kind == "tpu"
-
-
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("config", "stated"),
     [
-        pytest.param(config, stated, id=f"{config.stem}-{stated.on}", marks=[pytest.mark.xla] * is_slice(stated))
-        for config, stated in STATED
+        pytest.param(config, stated, id=f"{config.stem}-{stated.on}", marks=[pytest.mark.xla] * is_slice)
+        for config in GALLERY
+        for stated in stated_plans(config).values()
+        for is_slice in [parse_target(stated.on).hardware.kind == "tpu"]
     ],
 )
 def test_a_config_has_the_plan_that_it_states(config: Path, stated: Stated) -> None:

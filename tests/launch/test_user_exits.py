@@ -266,7 +266,7 @@ FAULTS = {
 }
 """What process does in its fifth forward, and the cause."""
 FAULTY_RUN = ["--config=user.yaml", "optim.factory=null", "train.task=faulty:task", "train.micro_batch=2"]
-IN_SUITE = ("native", "error", "1")
+IN_SUITE = ("torchrun", "error", "1")  # which starts once; test_restarts.py has restarts
 
 
 @pytest.mark.slow

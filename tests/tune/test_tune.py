@@ -250,7 +250,11 @@ def test_a_run_of_few_steps_of_an_own_model(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "own_images.py").write_text(code.replace("depth: int = 4", "depth: int = 1"))
     path = tmp_path / "own.yaml"
     path.write_text((EXAMPLES / "image_classifier.yaml").read_text().replace("image_classifier:", "own_images:"))
-    words = [f"--config={path}", "--device=cpu", "--backend=native", "--minutes=0.5", "train.steps=1"]
-    assert main([*words, f"run.dir={tmp_path / 'run'}", "optim.warmup_steps=0"]) == 0
-    assert "no repeated blocks" in capsys.readouterr().out
+    words = [f"--config={path}", "--device=cpu", "--backend=native", "train.steps=1", "optim.warmup_steps=0"]
+    words += [f"run.dir={tmp_path / 'run'}"]
+    code, shown = main([*words, "--minutes=0.5"]), capsys.readouterr()
+    if "Give it more." in shown.err:  # a busy machine
+        code, shown = main([*words, "--minutes=3"]), capsys.readouterr()
+    assert code == 0
+    assert "no repeated blocks" in shown.out
     assert "# Changed: " in (text := path.with_suffix(".tuned.yaml").read_text()) or "# Nothing was faster" in text
