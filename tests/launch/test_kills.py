@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli import PYTHON, SAVES, STARTS, committed, events, finish, launch, require_curve, started, tiny_config
+from cli import PYTHON, SAVES, STARTS, committed, events, finish, launch, require_curve, started
 
 from portable_fsdp.observe.goodput import goodput
 from portable_fsdp.observe.run_files import read_jsonl
@@ -23,56 +23,42 @@ def newest(run: Path) -> int:
     return max(committed(run), default=0)
 
 
-def kill_at_random(folder: Path, arguments: list[str], moment: random.Random) -> None:
-    """Start on two processes, and kill them up to 0.2 s after the first step that they commit."""
-    before = newest(folder / "run")
-    with started([*STARTS["native"], *arguments], folder) as process:
-        process.wait_until(lambda: newest(folder / "run") > before)
-        time.sleep(moment.uniform(0, 0.2))
-        owner = json.loads((folder / "run" / LOCK_NAME).read_text())["pid"]
-        process.kill()
-    assert (folder / "run" / LOCK_NAME).exists()  # which stops nobody, now that its process is gone
-    assert not psutil.pid_exists(owner)
+@pytest.mark.proof
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("seed", "resume_by"),
+    [
+        *((seed, None) for seed in range(1, 39)),
+        *(pytest.param(seed, STARTS["xla"], marks=pytest.mark.xla, id=f"{seed}-xla") for seed in (39, 40)),
+    ],
+)
+def test_kills_and_resumes(folder: Path, seed: int, resume_by: list[str] | None) -> None:
+    """Five times; then to the end, and compare with a run that nobody killed. Equal curves are promised for 50.
 
-
-def resume_for_two_steps(folder: Path, arguments: list[str], command: list[str] | None) -> None:
-    """On one process in here, or by `command`: it goes on from the newest commit."""
-    last = newest(folder / "run")
-    arguments = [*arguments, f"train.stop_at={last + 2}"]
-    if command is None:
-        assert launch("--device=cpu", *arguments, f"run.dir={folder / 'run'}") == 0
-    else:
-        finish([*command, *arguments], folder)
-    assert events(folder / "run", "start")[-1]["step"] == last
-
-
-def kill_and_go_on(folder: Path, seed: int, resume_by: list[str] | None = None) -> None:
-    """Five times; then to the end, and compare with a run that nobody killed. Equal curves are promised for 50."""
-    arguments = [f"--config={tiny_config(folder)}", *SAVES, f"train.steps={STEPS}"]
-    moment = random.Random(seed)
+    Two processes are killed up to 0.2 s after the first step that they commit. Two steps follow from the newest commit,
+    on one process in here or by `resume_by`.
+    """
+    arguments = ["--config=tiny.yaml", *SAVES, f"train.steps={STEPS}"]
+    moment, last = random.Random(seed), 0
     for _ in range(5):
-        kill_at_random(folder, arguments, moment)
-        assert newest(folder / "run") < STEPS - 2, "too few steps for so many kills"
-        resume_for_two_steps(folder, arguments, resume_by)
-    assert launch("--device=cpu", *arguments, f"run.dir={folder / 'run'}") == 0
+        with started([*STARTS["native"], *arguments], folder) as process:
+            process.wait_until(lambda before=last: newest(folder / "run") > before)
+            time.sleep(moment.uniform(0, 0.2))
+            owner = json.loads((folder / "run" / LOCK_NAME).read_text())["pid"]
+            process.kill()
+        assert (folder / "run" / LOCK_NAME).exists()  # which stops nobody, now that its process is gone
+        assert not psutil.pid_exists(owner)
+        began, last = newest(folder / "run"), newest(folder / "run") + 2
+        assert last < STEPS, "too few steps for so many kills"
+        if resume_by is None:
+            assert launch("--device=cpu", *arguments, f"train.stop_at={last}") == 0
+        else:
+            finish([*resume_by, *arguments, f"train.stop_at={last}"], folder)
+        assert events(folder / "run", "start")[-1]["step"] == began
+    assert launch("--device=cpu", *arguments) == 0
     require_curve(folder, "--device=cpu", *arguments)
     assert len(committed(folder / "run")) == 2
     assert [path.name for path in (folder / "run/checkpoints").iterdir() if not path.name.startswith("step-")] == []
-
-
-@pytest.mark.proof
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(1, 39))
-def test_kills_and_resumes_on_one_process(tmp_path: Path, seed: int) -> None:
-    kill_and_go_on(tmp_path, seed)
-
-
-@pytest.mark.proof
-@pytest.mark.xla
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", [39, 40])
-def test_kills_and_resumes_on_another_engine(tmp_path: Path, seed: int) -> None:
-    kill_and_go_on(tmp_path, seed, STARTS["xla"])
 
 
 @pytest.mark.proof
@@ -80,7 +66,7 @@ def test_kills_and_resumes_on_another_engine(tmp_path: Path, seed: int) -> None:
 def test_accounts_of_three_kills_and_another_engine(folder: Path) -> None:
     """They add up to the wall time of the run."""
     run, metrics = folder / "run", folder / "run/metrics.jsonl"
-    words = ["--device=cpu", f"--config={tiny_config(folder)}", "train.steps=400", "checkpoint.every=40"]
+    words = ["--device=cpu", "--config=tiny.yaml", "train.steps=400", "checkpoint.every=40"]
 
     def has_reached(step: int) -> bool:
         return metrics.exists() and any(row["step"] >= step for row in read_jsonl(metrics))
