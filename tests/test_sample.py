@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -77,6 +76,8 @@ def test_a_chat_is_answered(tmp_path: Path) -> None:
 # transformers', of how peft 0.21 asks it.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_are_opened_with_their_base(tmp_path: Path) -> None:
+    import peft  # here: all who collect tests would wait seconds for it
+
     model = save_model(tmp_path / "base")
     adapted = peft.get_peft_model(
         model, peft.LoraConfig(r=2, target_modules=["o_proj", "down_proj"], task_type="CAUSAL_LM")

@@ -11,7 +11,7 @@ from cli import PYTHON, TINY, finish, free_port, started, tiny_config
 from hub_server import COMMIT, Hub, serve
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 TEXT = "the model reads what the hub has, and the folder says what the model read.\n"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}</s>{% endfor %}"
@@ -75,6 +75,8 @@ def test_hosts_that_see_another_commit_or_other_data_are_refused(tmp_path: Path,
 
 
 def test_a_model_of_the_hub_is_tuned_with_a_grown_tokenizer_and_generates(tmp_path: Path) -> None:
+    from transformers import pipeline  # here: all who collect tests would wait seconds for it
+
     tokenizer = write_repository(tmp_path / "repository")
     ids = len(tokenizer)
     tokenizer.add_tokens(["<tool>"])
