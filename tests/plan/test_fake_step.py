@@ -10,9 +10,6 @@ import pytest
 from live_storages import measure
 from programs import LLAMA_8B
 from steps import LLAMA, MIXTRAL, ROWS, SEQ_LEN, T5, VIT, gpus, plans, step, step_of_rows
-from test_options import DEVICES as OPTION_DEVICES
-from test_options import ROWS as ROWS_OF_OPTIONS
-from test_options import case_of, taken_by
 from torch.nn import functional as F
 from workers import Group, Workers
 
@@ -28,7 +25,7 @@ Plans = dict[str, tuple[DeviceMemory, Work]]
 DEVICES, PER_HOST = 8, 4
 GIB = 2**30
 GPUS = gpus(DEVICES, hosts=2)
-LAYERS = 3
+LAYERS = 2
 SHALLOW = {**LLAMA, "num_hidden_layers": LAYERS}
 EIGHT: dict[str, Any] = {"devices": DEVICES, "model": SHALLOW, "precision__compute": "bfloat16"}
 TIED: dict[str, Any] = EIGHT | {"model": {**SHALLOW, "tie_word_embeddings": True}}
@@ -140,8 +137,10 @@ def _moved(work: Work) -> dict[str, tuple[int, int]]:
 @pytest.mark.proof
 def test_options_together_are_planned(worker: Worker) -> None:
     """A stand-in for a GPU is another device than the host: what mixes the two ends a plan, and no test on CPUs."""
-    configs = [case_of(taken_by("native", row)).config(OPTION_DEVICES) for row in ROWS_OF_OPTIONS]
-    target = gpus(OPTION_DEVICES, hosts=OPTION_DEVICES // 2)
+    import test_options as options  # which takes seconds to find its rows
+
+    configs = [options.case_of(options.taken_by("native", row)).config(options.DEVICES) for row in options.ROWS]
+    target = gpus(options.DEVICES, hosts=options.DEVICES // 2)
     for config, (memory, _) in zip(configs, worker(plans, configs, target), strict=True):
         assert memory.parts["activations"] > 0
         assert (memory.host_bytes > 0) == config.memory.cpu_offload

@@ -31,7 +31,8 @@ DEEPSEEK: dict[str, Any] = {
 }
 DENSE_FIRST: dict[str, Any] = EIGHT | {"model": DEEPSEEK}
 FULL: dict[str, Any] = {"memory__gradient_checkpointing": "full"}
-SOME = {"recomputed, three micro batches": (4, step(**EIGHT, **FULL, accumulation=3))}
+SIX = EIGHT | {"model": {**LLAMA, "num_hidden_layers": 6}}
+SOME = {"recomputed, three micro batches": (4, step(**SIX, **FULL, accumulation=3))}
 MORE = {
     "plain": (4, step(**EIGHT)),
     "split over tensor": (6, step(**EIGHT, **FULL, sharding__tensor=2)),
@@ -92,18 +93,19 @@ def test_an_equal_plan_is_taken_from_the_cache(tmp_path: Path, monkeypatch: pyte
         def planned(config: Config) -> dict[str, Any]:
             return make_plan(config, gpus(DEVICES), cast(Worker, counted)).model_dump(exclude={"planned_in_s"})
 
-        first = planned(step(DEVICES))
-        assert (planned(step(DEVICES)), len(calls)) == (first, 1)
-        assert planned(step(DEVICES, accumulation=2)) != first
+        plain = step(DEVICES, model={**LLAMA, "num_hidden_layers": 1})
+        first = planned(plain)
+        assert (planned(plain), len(calls)) == (first, 1)
+        assert planned(with_value(plain, "train.global_batch", 2 * plain.train.global_batch)) != first
         assert len(calls) == 2
-        planned(with_value(step(DEVICES), "optim.lr", 1e-5))
-        planned(with_value(step(DEVICES), "run.dir", "elsewhere"))
+        planned(with_value(plain, "optim.lr", 1e-5))
+        planned(with_value(plain, "run.dir", "elsewhere"))
         assert len(calls) == 3  # a plan doesn't depend on the folder
         file = tmp_path / "config.json"  # a file may change
-        file.write_text(json.dumps(LLAMA))
-        of_file = with_value(step(DEVICES), "model.architecture", str(file))
+        file.write_text(json.dumps(plain.model.architecture))
+        of_file = with_value(plain, "model.architecture", str(file))
         assert [planned(of_file), planned(of_file)] == [first, first]
         assert len(calls) == 5
         for entry in tmp_path.rglob("*.gz"):
             entry.write_bytes(entry.read_bytes()[:100])
-        assert (planned(step(DEVICES)), len(calls)) == (first, 6)
+        assert (planned(plain), len(calls)) == (first, 6)

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,37 +87,32 @@ def search(plan_of: Callable[[Settings], Plan], progress: Callable[[str], None] 
     return fastest_that_fits(config(**train), H100S, plan_of, lambda *_: 1, progress)
 
 
-@pytest.mark.parametrize("limit", [None, 4, 5, 7, 12, 20, 45, 70, 400])
-@pytest.mark.parametrize("sums", [0, 30])
 @pytest.mark.parametrize("global_batch", [8, 24, 96, 840, 2**15])
-def test_the_largest_micro_batch_is_that_of_plans_of_all_with_few_plans(
-    limit: int | None, sums: int, global_batch: int
-) -> None:
+def test_the_largest_micro_batch_is_that_of_plans_of_all_with_few_plans(global_batch: int) -> None:
     """Of 8 devices. A row takes 1; several micro batches a step take `sums` more, for sums of gradients."""
     share = global_batch // 8
     divisors = [size for size in range(1, share + 1) if share % size == 0]
 
-    def peak(size: int) -> int:
+    def peak(size: int, sums: int) -> int:
         return 3 + size + sums * (size < share)
 
-    def planned(settings: Settings) -> Plan:
-        return plan(peak(int(settings["train.micro_batch"])), limit=limit)
+    def planned(limit: int, sums: int, settings: Settings) -> Plan:
+        return plan(peak(int(settings["train.micro_batch"]), sums), limit=limit)
 
-    noted: list[str] = []
-    if limit is None:
-        with pytest.raises(BackendError, match="memory of a device isn't known"):
-            search(planned, noted.append, global_batch=global_batch, micro_batch="auto")
-        return
-    best = search(planned, noted.append, global_batch=global_batch, micro_batch="auto")
-    expected = max((size for size in divisors if peak(size) <= (1 - FREE) * limit), default=1)
-    assert best.settings == {"train.micro_batch": str(expected)}
-    assert best.fits == (peak(expected) <= limit)
-    assert len(noted) <= 2 + math.log2(len(divisors))
+    for limit, sums in itertools.product([4, 5, 7, 12, 20, 45, 70, 400], [0, 30]):
+        noted: list[str] = []
+        best = search(partial(planned, limit, sums), noted.append, global_batch=global_batch, micro_batch="auto")
+        expected = max((size for size in divisors if peak(size, sums) <= (1 - FREE) * limit), default=1)
+        assert best.settings == {"train.micro_batch": str(expected)}, (limit, sums)
+        assert best.fits == (peak(expected, sums) <= limit)
+        assert len(noted) <= 2 + math.log2(len(divisors))
 
 
-def test_a_search_needs_a_batch_that_can_be_split_and_an_upper_bound() -> None:
+def test_a_search_needs_a_batch_that_can_be_split_and_memory_with_an_upper_bound() -> None:
     with pytest.raises(ConfigError, match="expected a multiple"):
         search(plan_of, global_batch=12, task="own:task", micro_batch="auto")
+    with pytest.raises(BackendError, match="memory of a device isn't known"):
+        search(lambda settings: plan(1, limit=None), micro_batch="auto")
     with pytest.raises(BackendError, match="memory is a lower bound"):
         search(lambda settings: plan(LIMIT // 2, is_least=True), micro_batch="auto")
 
@@ -132,34 +128,37 @@ BYTES = {"none": 40, "[matmul, attention]": 20, "[attention]": 8, "full": 5}
 SECONDS = {"none": 1.0, "[matmul, attention]": 1.1, "[attention]": 1.25, "full": 1.3}
 
 
-@pytest.mark.parametrize("limit", [6, 9, 12, 21, 24, 33, 43, 90, 200, 400])
 @pytest.mark.parametrize("rows", [2, "auto"])
 @pytest.mark.parametrize("of_compiler", [False, "auto"])
-def test_auto_takes_the_fastest_of_all_that_fit(limit: int, rows: int | str, of_compiler: bool | str) -> None:
+def test_auto_takes_the_fastest_of_all_that_fit(rows: int | str, of_compiler: bool | str) -> None:
     """A row has a time, less recomputation saves some of it, a compiler a third; each micro batch gathers once more."""
 
-    def planned(settings: Settings) -> Plan:
-        kept = settings.get("memory.save_ops", settings["memory.gradient_checkpointing"])
-        size = int(settings.get("train.micro_batch", 2))
-        compiles = settings.get("compile.enabled") == "true"
-        seconds = 80 * SECONDS[kept] * (2 / 3 if compiles else 1) + (8 // size)
+    def planned(limit: int, point: Settings) -> Plan:
+        kept = point.get("memory.save_ops", point["memory.gradient_checkpointing"])
+        size = int(point.get("train.micro_batch", 2))
+        seconds = 80 * SECONDS[kept] * (2 / 3 if point.get("compile.enabled") == "true" else 1) + (8 // size)
         return plan(2 + size * BYTES[kept], limit=limit, seconds=seconds)
 
-    sizes = [1, 2, 4, 8] if rows == "auto" else [2]
+    def step_seconds(point: Settings) -> float:
+        expected = planned(LIMIT, point).expected
+        assert expected is not None
+        return expected.seconds
+
     points = [
         {"memory.gradient_checkpointing": "selective" if kept[0] == "[" else kept, "train.micro_batch": str(size)}
         | ({"memory.save_ops": kept} if kept[0] == "[" else {})
-        for kept, size in itertools.product(BYTES, sizes)
+        for kept, size in itertools.product(BYTES, [1, 2, 4, 8] if rows == "auto" else [2])
     ]
-    room = [point for point in points if planned(point).memory.peak_bytes <= (1 - FREE) * limit]
-    best = search(planned, micro_batch=rows, memory={"gradient_checkpointing": "auto"}, compiles=of_compiler, steps=99)
-    if not room:
-        assert best.settings["memory.gradient_checkpointing"] == "full"
-        return
-    fastest = min(room, key=lambda point: planned(point).expected.seconds)  # pyright: ignore[reportOptionalMemberAccess]
-    found = best.settings | ({"train.micro_batch": "2"} if rows == 2 else {})
-    assert {key: value for key, value in found.items() if not key.startswith("compile")} == fastest
-    assert best.settings.get("compile.enabled") == ("true" if of_compiler else None)
+    keys: dict[str, Any] = {"micro_batch": rows, "memory": {"gradient_checkpointing": "auto"}, "compiles": of_compiler}
+    for limit in (6, 9, 12, 21, 24, 33, 43, 90, 200, 400):
+        best = search(partial(planned, limit), **keys, steps=99)
+        room = [point for point in points if planned(limit, point).memory.peak_bytes <= (1 - FREE) * limit]
+        if not room:
+            assert best.settings["memory.gradient_checkpointing"] == "full", limit
+            continue
+        found = best.settings | ({"train.micro_batch": "2"} if rows == 2 else {})
+        assert {key: value for key, value in found.items() if not key.startswith("compile")} == min(room, key=step_seconds)
+        assert best.settings.get("compile.enabled") == ("true" if of_compiler else None)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +183,7 @@ def test_layers_are_compiled_where_that_saves_time(programs: int | str, steps: i
 
 
 @pytest.mark.parametrize(("eager_s", "room", "on"), [(1.2, True, "true"), (0.9, False, "true"), (0.9, True, "false")])
-@pytest.mark.parametrize("rows", [2, "auto"])
-def test_a_mode_that_compiled_layers_refuse_may_be_faster(eager_s: float, room: bool, on: str, rows: int | str) -> None:
+def test_a_mode_that_compiled_layers_refuse_may_be_faster(eager_s: float, room: bool, on: str) -> None:
     """Compiled layers may refuse selective recomputation, as with dropout. The number of steps isn't known here."""
 
     def planned(settings: Settings) -> Plan:
@@ -195,11 +193,11 @@ def test_a_mode_that_compiled_layers_refuse_may_be_faster(eager_s: float, room: 
         seconds = {"none": 0.8, "selective": eager_s, "full": 1.0 if is_compiled else 1.5}[mode]
         return plan(LIMIT if mode == "none" or (mode == "selective" and not room) else 1, seconds=seconds)
 
-    best = search(
-        planned, micro_batch=rows, memory={"gradient_checkpointing": "auto"}, compiles="auto", steps=None, epochs=1
-    )
-    assert best.settings["compile.enabled"] == on
-    assert best.settings["memory.gradient_checkpointing"] == ("full" if on == "true" else "selective")
+    keys: dict[str, Any] = {"memory": {"gradient_checkpointing": "auto"}, "compiles": "auto", "steps": None}
+    for rows in (2, "auto"):
+        best = search(planned, micro_batch=rows, **keys, epochs=1)
+        assert best.settings["compile.enabled"] == on
+        assert best.settings["memory.gradient_checkpointing"] == ("full" if on == "true" else "selective")
 
 
 @pytest.mark.parametrize("offload", [True, False])
