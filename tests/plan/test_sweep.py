@@ -157,7 +157,9 @@ def test_auto_takes_the_fastest_of_all_that_fit(rows: int | str, of_compiler: bo
             assert best.settings["memory.gradient_checkpointing"] == "full", limit
             continue
         found = best.settings | ({"train.micro_batch": "2"} if rows == 2 else {})
-        assert {key: value for key, value in found.items() if not key.startswith("compile")} == min(room, key=step_seconds)
+        assert {key: value for key, value in found.items() if not key.startswith("compile")} == min(
+            room, key=step_seconds
+        )
         assert best.settings.get("compile.enabled") == ("true" if of_compiler else None)
 
 
