@@ -28,8 +28,10 @@ def lines(tmp_path: Path) -> Path:
     return write(tmp_path / "corpus.jsonl", [f"{number:04d}" + "x" * (number * 7 % 40) for number in range(200)])
 
 
-def write(path: Path, texts: Sequence[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+def write(path: Path, rows: Sequence[str | dict[str, Any]]) -> Path:
+    """JSON lines; a text is a row of that column."""
+    given = [{"text": row} if isinstance(row, str) else row for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in given))
     return path
 
 
@@ -45,6 +47,13 @@ def numbers(rows: Rows, indices: Sequence[int] | None = None) -> list[int]:
     begins = torch.nonzero((batch["positions"] == 0) & (batch["segments"] > 0)).tolist()
     return [int(bytes(batch["input_ids"][row, at : at + 4].tolist())) for row, at in begins]
 
+
+def counted(rows: Rows) -> list[int]:
+    labels = rows.rows(np.arange(len(rows)))["labels"]
+    return labels[labels != IGNORED].tolist()
+
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
 
 # ---------------------------------------------------------------------------------------------- what was there before
 
@@ -71,9 +80,7 @@ def test_texts_longer_than_a_row_are_cut_and_said_once(tmp_path: Path, caplog: p
     assert [line for line in caplog.messages if "cut into pieces" in line] == [
         f"data: 2 documents of {path} cut into pieces: longer than data.seq_len=64"
     ]
-    batch = corpus.rows.rows(np.arange(len(corpus.rows)))
-    labels = batch["labels"][batch["labels"] != IGNORED]
-    assert Counter(labels.tolist()) == Counter(b"a" * 149 + b"b" * 9 + b"c" * 63 + b"\0\0\0")
+    assert Counter(counted(corpus.rows)) == Counter(b"a" * 149 + b"b" * 9 + b"c" * 63 + b"\0\0\0")
 
 
 def test_documents_with_nothing_to_predict_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -87,8 +94,7 @@ def test_documents_with_nothing_to_predict_are_left_out(tmp_path: Path, caplog: 
 def test_a_completion_longer_than_a_row_is_named_or_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     columns = {"prompt": "text", "completion": "completion"}
     texts = [{"text": "p", "completion": "c" * length} for length in (5, 62, 63, 200)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in texts))
-    keys = data(tmp_path / "a.jsonl", format="prompt_completion", columns=columns)
+    keys = data(write(tmp_path / "a.jsonl", texts), format="prompt_completion", columns=columns)
     message = (
         r"a\.jsonl:3: expected at most 64 tokens \(data\.seq_len\), found 65; too long: 2 doc.*\n.*longest has 202"
     )
@@ -97,9 +103,7 @@ def test_a_completion_longer_than_a_row_is_named_or_counted(tmp_path: Path, capl
     with caplog.at_level(logging.INFO, "portable_fsdp"):
         corpus = build_data(keys.model_copy(update={"on_error": "skip"}))
     assert any("2 documents" in line and "too long" in line and "a.jsonl:3" in line for line in caplog.messages)
-    batch = corpus.rows.rows(np.arange(len(corpus.rows)))
-    labels = batch["labels"][batch["labels"] != IGNORED]
-    assert Counter(labels.tolist()) == Counter(b"c" * 67 + b"\0\0")
+    assert Counter(counted(corpus.rows)) == Counter(b"c" * 67 + b"\0\0")
 
 
 def test_a_document_predicts_if_a_token_behind_its_first_counts() -> None:
@@ -138,23 +142,17 @@ def test_a_wrong_column_is_named_even_where_broken_lines_are_skipped(lines: Path
 
 def test_chats_are_packed_with_their_turns(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
     make_tokenizer()
-    path = tmp_path / "chat.jsonl"
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
-    path.write_text("".join(json.dumps({"messages": turns * count}) + "\n" for count in (1, 2, 3)))
+    path = write(tmp_path / "chat.jsonl", [{"messages": TURNS * count} for count in (1, 2, 3)])
     corpus = build_data(data(path, format="chat", tokenizer=str(tmp_path / "tokenizer"), seq_len=128))
-    batch = corpus.rows.rows(np.arange(len(corpus.rows)))
-    labels = batch["labels"][batch["labels"] != IGNORED].tolist()
     assert corpus.tokenizer is not None
-    answer = corpus.tokenizer.encode("Yes<|im_end|>\n").tolist()
-    assert labels == answer * 6
-    assert int(batch["segments"].max()) > 1
+    assert counted(corpus.rows) == corpus.tokenizer.encode("Yes<|im_end|>\n").tolist() * 6
+    assert int(corpus.rows.rows(np.arange(len(corpus.rows)))["segments"].max()) > 1
 
 
 def test_tools_and_arguments_of_the_template_make_other_rows(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
     make_tokenizer(TOOLS)
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
-    path = tmp_path / "chat.jsonl"
-    path.write_text(json.dumps({"messages": turns, "schemas": [{"type": "function", "function": {}}]}) + "\n")
+    schemas = [{"type": "function", "function": {}}]
+    path = write(tmp_path / "chat.jsonl", [{"messages": TURNS, "schemas": schemas}])
 
     def tokens(**keys: Any) -> tuple[int, str]:
         keys = {"format": "chat", "tokenizer": str(tmp_path / "tokenizer"), "seq_len": 256, "packing": "none", **keys}
@@ -172,9 +170,7 @@ def test_an_entry_is_of_the_day_only_where_the_template_asks_for_it(
     make_tokenizer: MakeTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.jsonl", ["a text of more than one token"] * 9)
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
-    chats = tmp_path / "chat.jsonl"
-    chats.write_text(json.dumps({"messages": turns}) + "\n")
+    chats = write(tmp_path / "chat.jsonl", [{"messages": TURNS}])
 
     def entries() -> set[str]:
         keys = {"tokenizer": str(tmp_path / "tokenizer"), "seq_len": 128, "packing": "none"}
@@ -199,8 +195,7 @@ def test_what_is_left_unread_or_uncounted_is_said_once_with_a_count(
     make_tokenizer(TOOLS)
     turns = [{"role": role, "content": "Hi", "name": "Ann"} for role in ("user", "assistant", "user", "gpt")]
     chats = [{"messages": turns, "id": 5, "score": 0.5}, {"messages": turns[:2], "id": None, "score": 1}]
-    path = tmp_path / "chat.jsonl"
-    path.write_text("".join(json.dumps(item) + "\n" for item in (*chats, chats[0])))
+    path = write(tmp_path / "chat.jsonl", [*chats, chats[0]])
     for _ in range(2):  # the second from the cache
         caplog.clear()
         build_data(data(path, format="chat", tokenizer=str(folder), seq_len=128))

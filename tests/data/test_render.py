@@ -244,13 +244,6 @@ def test_what_cannot_be_rendered_is_broken(
         assert re.search(r" message 3, .*\n  Put \{% generation %\}", problem)
 
 
-@pytest.mark.parametrize("message", [{}, {"content": None}])
-def test_a_message_of_calls_needs_no_content(make_tokenizer: MakeTokenizer, message: dict[str, Any]) -> None:
-    tokenizer, answer = make_tokenizer(TOOLS), {"role": "assistant", **message, "tool_calls": [CALL]}
-    rendered = render_one("chat", tokenizer, {"messages": [CALLS[0], answer]})
-    assert counted_text(tokenizer, rendered) == [f"{ONE_CALL}<|im_end|>\n"]
-
-
 USED = {"role": "assistant", "function_call": {"name": "add", "arguments": '{"a": 1, "b": null}'}}
 LLAMA_CALL = {"role": "assistant", "tool_calls": [{"name": "add", "parameters": {"a": 1}}]}
 RESULT, TOLD = {"role": "function", "content": "3"}, {"role": "system", "content": json.dumps(SCHEMAS)}
@@ -261,6 +254,7 @@ ENDLESS = CHATML.replace(" + '<|im_end|>\n'", "")
 OUTSIDE = GENERATION.replace(" + '<|im_end|>\n' }}{% endgen", " }}{% endgen").replace(
     "{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>\n' }}"
 )
+CALLED = {"role": "assistant", "tool_calls": [CALL]}  # without content
 THOUGHT = [SAID[0], {"role": "assistant", "content": "<think>\nadd\n</think>\n\n3"}]
 
 
@@ -290,6 +284,8 @@ THOUGHT = [SAID[0], {"role": "assistant", "content": "<think>\nadd\n</think>\n\n
         (None, "instruction", {"instruction": "Add", "input": "1+2", "output": "3"}, ["3<end>"]),
         (TOOLS, "chat", {"messages": [SAID[0], LLAMA_CALL, RESULT, SAID[1]]}, [ADDED, "3<|im_end|>\n"]),
         (TOOLS, "chat", {"messages": [TOLD, *SAID], "tools": SCHEMAS}, ["3<|im_end|>\n"]),
+        (TOOLS, "chat", {"messages": [SAID[0], CALLED]}, [f"{ONE_CALL}<|im_end|>\n"]),
+        (TOOLS, "chat", {"messages": [SAID[0], CALLED | {"content": None}]}, [f"{ONE_CALL}<|im_end|>\n"]),
         (FAMILIES["qwen3"], "chat", {"messages": [SAID[0], SILENT, *SAID]}, ["<|im_end|>\n", THINKING]),
     ],
 )

@@ -16,29 +16,38 @@ import pyarrow.parquet as pq
 import pytest
 
 from portable_fsdp.config.schema import Data
-from portable_fsdp.data.examples import Broken, Example
+from portable_fsdp.data.examples import Broken, DocumentSource, Example
 from portable_fsdp.data.render import conversation_of, messages_of
 from portable_fsdp.data.sources import open_source
 from portable_fsdp.runtime.errors import DataError
 
 
-def read_documents(data: Data) -> list[str]:
-    return [example.fields["text"] for example in open_source(data).read() if isinstance(example, Example)]
+def opened(source: str, path: Path | str | None = None, **keys: Any) -> DocumentSource:
+    return open_source(Data.model_validate({"source": source, "path": path and str(path), **keys}))
 
 
-def text_of(path: Path | str) -> Data:
-    return Data(source="text", path=str(path))
+def read(source: str, path: Path | str | None = None, **keys: Any) -> list[Example | Broken]:
+    return list(opened(source, path, **keys).read())
+
+
+def texts(examples: list[Example | Broken]) -> list[str]:
+    return [example.fields["text"] for example in examples if isinstance(example, Example)]
+
+
+def lines(path: Path, *values: object) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
 
 
 def test_python_docs_are_the_reference() -> None:
-    documents = read_documents(Data(source="python_docs"))
+    documents = texts(read("python_docs"))
     assert documents == sorted(documents)
     assert sum(map(len, documents)) > 400_000
     assert any(document.startswith('The "try" statement') for document in documents)
 
 
 def test_python_source_is_the_library_without_tests_and_packages() -> None:
-    documents = read_documents(Data(source="python_source"))
+    documents = texts(read("python_source"))
     library = Path(sysconfig.get_path("stdlib"))
     places = [documents.index((library / name).read_text()) for name in ("abc.py", "json/decoder.py", "zipfile.py")]
     assert places == sorted(places)
@@ -53,21 +62,21 @@ def test_a_glob_is_sorted_and_goes_to_any_depth(tmp_path: Path) -> None:
     for name in ("c.txt", "b/deep.txt/z.txt", "a [1].txt", "b/y.txt", "b/other.md"):
         (tmp_path / name).write_bytes(f"{name}\r\n\n".encode())
     names = ["a [1].txt", "b/deep.txt/z.txt", "b/y.txt", "c.txt"]
-    assert read_documents(text_of(tmp_path / "**" / "*.txt")) == [f"{name}\r\n\n" for name in names]
-    assert read_documents(text_of(tmp_path / "a [1].txt")) == ["a [1].txt\r\n\n"]
+    assert texts(read("text", tmp_path / "**" / "*.txt")) == [f"{name}\r\n\n" for name in names]
+    assert texts(read("text", tmp_path / "a [1].txt")) == ["a [1].txt\r\n\n"]
 
 
 def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.path: no such file or match: .*\*\.txt\n  The path is relative"):
-        read_documents(text_of(tmp_path / "*.txt"))
+        read("text", tmp_path / "*.txt")
     with pytest.raises(DataError, match=r"found a folder: .*\n  Name its files: .*/\*\*/\*\.txt"):
-        read_documents(text_of(tmp_path))
+        read("text", tmp_path)
 
 
 def test_text_that_is_not_utf8_is_broken_under_its_own_number(tmp_path: Path) -> None:
     for name, content in (("a", b"a"), ("b", "abc Grüße".encode("latin-1")), ("c", b"c")):
         (tmp_path / f"{name}.txt").write_bytes(content)
-    first, broken, last = open_source(text_of(tmp_path / "*.txt")).read()
+    first, broken, last = read("text", tmp_path / "*.txt")
     assert isinstance(broken, Broken)
     assert (first.number, broken.number, last.number) == (0, 1, 2)
     assert broken.place == f"{tmp_path}/b.txt"
@@ -80,24 +89,10 @@ def test_content_follows_bytes_and_their_cut_into_files_and_not_names(tmp_path: 
             old.unlink()
         for number, file in enumerate(files):
             (tmp_path / f"{len(files)}{number}.txt").write_text(file)
-        return open_source(text_of(tmp_path / "*.txt")).content(tmp_path / "cache")
+        return opened("text", tmp_path / "*.txt").content(tmp_path / "cache")
 
     assert content("ab", "c") == content("ab", "c")
     assert len({content("ab", "c"), content("a", "bc"), content("abc"), content("abc", ""), content("c", "ab")}) == 5
-
-
-def read(**keys: Any) -> list[Example | Broken]:
-    given: dict[str, Any] = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
-    return list(open_source(Data(**given)).read())
-
-
-def texts(examples: list[Example | Broken]) -> list[str]:
-    return [example.fields["text"] for example in examples if isinstance(example, Example)]
-
-
-def lines(path: Path, *values: object) -> Path:
-    path.write_text("".join(json.dumps(value) + "\n" for value in values))
-    return path
 
 
 def test_json_lines_of_several_files_come_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -178,7 +173,7 @@ def test_parquet_files_are_read_by_row_group(tmp_path: Path) -> None:
         messages[0],
     ]
     assert examples[-1].place == f"{tmp_path}/b.parquet: row 0"
-    assert open_source(Data(source="parquet", path=str(tmp_path / "*.parquet"), format="chat")).total == 2501
+    assert opened("parquet", tmp_path / "*.parquet", format="chat").total == 2501
 
 
 def test_a_parquet_file_without_the_column_or_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -215,7 +210,7 @@ def test_a_saved_data_set_knows_split_expressions(saved: Path, split: str | None
 
 def test_a_data_sets_content_is_that_of_its_rows(saved: Path, tmp_path: Path) -> None:
     def content(split: str | None, path: Path = saved) -> str:
-        return open_source(Data(source="huggingface", path=str(path), split=split)).content(tmp_path / "cache")
+        return opened("huggingface", path, split=split).content(tmp_path / "cache")
 
     assert content(None) == content("train") == content(None)
     assert len({content(split) for split in ("train", "test", "train[:5]", "train[5:10]")}) == 4
@@ -324,7 +319,7 @@ def test_compressed_files_stand_among_plain_ones(tmp_path: Path, compress: Compr
         (2, "b.jsonl.z:3"),
         (3, "b.jsonl.z:4"),
     ]
-    totals = [open_source(Data(source="jsonl", path=str(tmp_path / glob))).total for glob in ("a.jsonl", "*.jsonl*")]
+    totals = [opened("jsonl", tmp_path / glob).total for glob in ("a.jsonl", "*.jsonl*")]
     assert totals == [14, 0]  # 0: unknown
 
 
