@@ -7,10 +7,10 @@ import json
 import logging
 import math
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,12 +31,12 @@ from small_models import (
 
 from portable_fsdp.config.schema import Config, Lora
 from portable_fsdp.layout import full_region
-from portable_fsdp.models.lora import read_as_experts
+from portable_fsdp.models.lora import read_as_experts, start_from
 from portable_fsdp.models.weights import BuiltModel, plain_name
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.build import shard_policy
 
-pytestmark = pytest.mark.slow  # peft takes seconds to import
+pytestmark = pytest.mark.slow
 
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -260,6 +260,8 @@ def test_what_does_not_train_may_rest_in_bfloat16(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_other_adapters_are_refused_by_name(tmp_path: Path) -> None:
+    import peft  # takes seconds
+
     folder = str(tmp_path / "adapters")
     settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     peft.get_peft_model(stock_model(ARCHITECTURES["llama"]), settings).save_pretrained(folder)
@@ -298,10 +300,15 @@ def test_other_adapters_are_refused_by_name(tmp_path: Path) -> None:
     weights.with_name("adapter_model.bin").unlink()
     refused(folder, "expected adapter_model.safetensors, found none")
     refused(str(tmp_path), r"adapter_config.json of peft, found .*No such file")
-    refused("no/such/folder", "no such folder: no/such/folder")
+    with pytest.raises(ConfigError, match=r"^model\.lora\.start_from: no such folder: no/such/folder"):
+        adapted(start_from="no/such/folder")
+
+
+new_adapters = cache(adapted)  # a folder's are compared with them
 
 
 def refused(folder: str, expected: str, **changes: Any) -> None:
-    settings: dict[str, Any] = {"r": 3, "alpha": 5.0, "targets": ("q_proj", "v_proj"), "start_from": folder}
+    settings: dict[str, Any] = {"r": 3, "alpha": 5.0, "targets": ("q_proj", "v_proj")} | changes
+    built = new_adapters(**settings)
     with pytest.raises(ConfigError, match=rf"^model\.lora\.start_from: (.|\n)*{expected}(.|\n)*\.$"):
-        adapted(**settings | changes)
+        start_from(Lora(**settings, start_from=folder), built.model, built.fill)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes import functional as bitsandbytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -37,7 +36,9 @@ def tables_of(shape: tuple[int, ...], scheme: str) -> list[ByteTable]:
 
 
 def theirs(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
-    """Packed codes and values of bitsandbytes."""
+    """Packed codes and values of bitsandbytes, which takes seconds to import."""
+    from bitsandbytes import functional as bitsandbytes
+
     if scheme == "int8":
         codes, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(weight.clone())
         return codes, torch.ops.bitsandbytes.int8_vectorwise_dequant(codes, scales)
@@ -49,6 +50,8 @@ def theirs(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
 
 def values_of(codes: Tensor, state: Any) -> Tensor:
     """Dequantise as one row: on some CPUs bitsandbytes 0.50 uses wrong scales if a row ends within a block."""
+    from bitsandbytes import functional as bitsandbytes
+
     state.shape = torch.Size([state.shape.numel()])
     with torch.compiler.set_stance("force_eager"):  # it compiles what its kernel doesn't take: odd rows
         return bitsandbytes.dequantize_4bit(codes, state)
@@ -136,6 +139,8 @@ SKIPPED = "model.layers.1.mlp.up_proj.weight"
 
 def write_folder(folder: Path, scheme: str, storage: torch.dtype = torch.uint8) -> dict[str, Tensor]:
     """A folder as transformers saves one that bitsandbytes quantised; returns the values of its weights."""
+    from bitsandbytes import functional as bitsandbytes
+
     torch.manual_seed(1)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES, **HEADS))
     model.save_pretrained(folder)

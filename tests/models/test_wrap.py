@@ -1,5 +1,6 @@
 """Units, layers, and modules of their own dtype, by their names in the unwrapped model."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -99,27 +100,19 @@ def test_layers_that_are_recomputed(memory: dict[str, Any], expected: tuple[str,
 def test_modules_of_chosen_classes_are_recomputed_in_place_of_layers(
     memory: dict[str, Any], expected: tuple[str, ...]
 ) -> None:
-    chosen = Memory.model_validate({"gradient_checkpointing": "full", **memory})
-    assert recomputed_layers(model_of("llama"), LLAMA_LAYERS, chosen) == expected
+    assert recomputed("llama", {"gradient_checkpointing": "full", **memory}) == expected
 
 
-@pytest.mark.parametrize(
-    ("memory", "message"),
-    [
-        ({"every": 3}, r"memory\.every: expected at most 2 \(the layers of the model, .*found 3"),
-        (
-            {"classes": ["LlamaMlp", "Attention"]},
-            r"memory\.classes: .*, found LlamaMlp, Attention\.\n.*has: .*LlamaMLP",
-        ),
-    ],
-)
-def test_what_cannot_be_recomputed_is_refused(memory: dict[str, Any], message: str) -> None:
-    chosen = Memory.model_validate({"gradient_checkpointing": "selective", **memory})
-    with pytest.raises(ConfigError, match=message):
-        recomputed_layers(model_of("llama"), LLAMA_LAYERS, chosen)
+def recomputed(name: str, memory: dict[str, Any]) -> tuple[str, ...]:
+    return recomputed_layers(model_of(name), LLAMA_LAYERS, Memory.model_validate(memory))
 
 
 # ---------------------------------------------------------------------------------- units by class, by hand, by size
+
+
+def units_of(name: str, keys: dict[str, Any]) -> tuple[str, ...]:
+    return find_units(model_of(name), sharding(**keys))
+
 
 TABLE, HEAD = "model.embed_tokens", "lm_head"
 TIED_LISTS = [("llama_tied", "model.layers"), ("gpt2", "transformer.h"), ("opt", "model.decoder.layers")]
@@ -155,24 +148,8 @@ def test_units_outer_before_inner_and_layers(
 ) -> None:
     """Embedding and head are units of their own, and with the root where they are tied; they are no layers, even where
     the user names their class. Classes of the user take the place of the layers; modules by pattern don't."""
-    assert find_units(model_of(name), sharding(**keys)) == units
+    assert units_of(name, keys) == units
     assert find_layers(model_of(name), sharding(**keys)) == layers
-
-
-@pytest.mark.parametrize(
-    ("name", "keys", "message"),
-    [
-        *(
-            ("llama_tied", keys, r"(?s)can't be a unit: .*model\.embed_tokens\.weight.*lm_head\.weight")
-            for keys in ({"wrap_classes": ["LlamaDecoderLayer", "Embedding"]}, {"wrap_modules": ["lm_head"]})
-        ),
-        ("llama", {"wrap_modules": ["model.layers"]}, r"model\.layers, a ModuleList, has no .*\n.*model\.layers\.\*"),
-        ("llama", {"wrap_modules": ["*.mpl"]}, r"sharding\.wrap_modules: .*'\*\.mpl' matches nothing"),
-    ],
-)
-def test_what_can_be_no_unit_is_refused(name: str, keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        find_units(model_of(name), sharding(**keys))
 
 
 @pytest.mark.parametrize("find", [find_layers, find_units])
@@ -262,23 +239,32 @@ def test_the_outermost_modules_of_a_pattern_have_its_dtype(
     assert list(actual) == order
 
 
-@pytest.mark.parametrize(
-    ("name", "modules", "message"),
-    [
-        (
-            "llama",
-            {"*.mlp": "float32", "model.layers.0": "bfloat16"},
-            r"matches .* \(bfloat16\), which contains .*0\.mlp",
-        ),
-        ("llama", {"*act_fn": "float32"}, r"precision\.modules: .*'\*act_fn' matches nothing"),
-        ("llama", {"*norm*": "float32", "model.norm": "bfloat16"}, r"all modules that 'model.norm' matches also"),
-        (
-            "llama_tied",
-            TIED | {"model.embed_tokens": "bfloat16"},
-            r"one dtype for .* and lm_head.*bfloat16 and",
-        ),
-    ],
-)
-def test_dtypes_that_cannot_be_are_refused(name: str, modules: dict[str, str], message: str) -> None:
+SELECTIVE: dict[str, Any] = {"gradient_checkpointing": "selective"}
+TYPOS = SELECTIVE | {"classes": ["LlamaMlp", "Attention"]}
+REFUSED: list[tuple[Callable[[str, dict[str, Any]], object], str, dict[str, Any], str]] = [
+    (
+        recomputed,
+        "llama",
+        SELECTIVE | {"every": 3},
+        r"memory\.every: expected at most 2 \(the layers of the model, .*found 3",
+    ),
+    (recomputed, "llama", TYPOS, r"memory\.classes: .*, found LlamaMlp, Attention\.\n.*has: .*LlamaMLP"),
+    *(
+        (units_of, "llama_tied", keys, r"(?s)can't be a unit: .*model\.embed_tokens\.weight.*lm_head\.weight")
+        for keys in ({"wrap_classes": ["LlamaDecoderLayer", "Embedding"]}, {"wrap_modules": ["lm_head"]})
+    ),
+    (units_of, "llama", {"wrap_modules": ["model.layers"]}, r"layers, a ModuleList, has no .*\n.*model\.layers\.\*"),
+    (units_of, "llama", {"wrap_modules": ["*.mpl"]}, r"sharding\.wrap_modules: .*'\*\.mpl' matches nothing"),
+    (dtypes, "llama", {"*.mlp": "float32", "model.layers.0": "bfloat16"}, r"\(bfloat16\), which contains .*0\.mlp"),
+    (dtypes, "llama", {"*act_fn": "float32"}, r"precision\.modules: .*'\*act_fn' matches nothing"),
+    (dtypes, "llama", {"*norm*": "float32", "model.norm": "bfloat16"}, r"modules that 'model.norm' matches also"),
+    (dtypes, "llama_tied", TIED | {TABLE: "bfloat16"}, r"one dtype for .* and lm_head.*bfloat16 and"),
+]
+
+
+@pytest.mark.parametrize(("find", "name", "keys", "message"), REFUSED)
+def test_what_cannot_be_is_refused(
+    find: Callable[[str, dict[str, Any]], object], name: str, keys: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        dtypes(name, modules)
+        find(name, keys)
