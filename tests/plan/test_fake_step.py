@@ -2,7 +2,6 @@
 
 import os
 import resource
-from collections.abc import Iterator
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -84,14 +83,6 @@ MORE_REAL = {
     "t5": step_of_rows("pairs", "seq2seq_lm", {"architecture": T5}, 8),
 }
 PARAMETERS = LAYERS * (512 * (512 + 256) * 2 + 3 * 512 * 1408 + 2 * 512) + 2 * 4096 * 512 + 512
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    """One process for all plans."""
-    with Worker() as worker:
-        worker(plans, [], GPUS)  # starts it
-        yield worker
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import yaml
 from steps import T5
 
 from portable_fsdp.plan.__main__ import main
+from portable_fsdp.runtime.child import Worker
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +36,11 @@ PARAMETERS = 2 * 1024 * 256 + 2 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512
 
 
 Planner = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def shared_worker(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portable_fsdp.plan.__main__.Worker", lambda: nullcontext(worker))
 
 
 @pytest.fixture

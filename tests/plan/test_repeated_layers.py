@@ -71,41 +71,39 @@ def _both(config: Config) -> tuple[EnginePlan, EnginePlan, list[int]]:
     "cases",
     [pytest.param(SOME, id="some"), pytest.param(MORE, id="all", marks=[pytest.mark.proof, pytest.mark.timeout(900)])],
 )
-def test_a_plan_of_few_layers_is_that_of_all(cases: dict[str, tuple[int, Config]]) -> None:
+def test_a_plan_of_few_layers_is_that_of_all(cases: dict[str, tuple[int, Config]], worker: Worker) -> None:
     """Every part of the peak, the allocator's share, sent bytes, products and times, to the byte."""
-    with Worker() as worker:
-        for name, (layers, config) in cases.items():
-            plan, whole, counts = worker(_both, config)
-            assert plan == whole, name
-            assert counts[-1] == layers, name
+    for name, (layers, config) in cases.items():
+        plan, whole, counts = worker(_both, config)
+        assert plan == whole, name
+        assert counts[-1] == layers, name
 
 
-def test_an_equal_plan_is_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_equal_plan_is_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: Worker) -> None:
     """The same config and target; a damaged entry is planned anew."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calls: list[str] = []
-    with Worker() as worker:
 
-        def counted(function: str, *arguments: Any) -> Any:
-            calls.append(function)
-            return worker(function, *arguments)
+    def counted(function: str, *arguments: Any) -> Any:
+        calls.append(function)
+        return worker(function, *arguments)
 
-        def planned(config: Config) -> dict[str, Any]:
-            return make_plan(config, gpus(DEVICES), cast(Worker, counted)).model_dump(exclude={"planned_in_s"})
+    def planned(config: Config) -> dict[str, Any]:
+        return make_plan(config, gpus(DEVICES), cast(Worker, counted)).model_dump(exclude={"planned_in_s"})
 
-        plain = step(DEVICES, model={**LLAMA, "num_hidden_layers": 1})
-        first = planned(plain)
-        assert (planned(plain), len(calls)) == (first, 1)
-        assert planned(with_value(plain, "train.global_batch", 2 * plain.train.global_batch)) != first
-        assert len(calls) == 2
-        planned(with_value(plain, "optim.lr", 1e-5))
-        planned(with_value(plain, "run.dir", "elsewhere"))
-        assert len(calls) == 3  # a plan doesn't depend on the folder
-        file = tmp_path / "config.json"  # a file may change
-        file.write_text(json.dumps(plain.model.architecture))
-        of_file = with_value(plain, "model.architecture", str(file))
-        assert [planned(of_file), planned(of_file)] == [first, first]
-        assert len(calls) == 5
-        for entry in tmp_path.rglob("*.gz"):
-            entry.write_bytes(entry.read_bytes()[:100])
-        assert (planned(plain), len(calls)) == (first, 6)
+    plain = step(DEVICES, model={**LLAMA, "num_hidden_layers": 1})
+    first = planned(plain)
+    assert (planned(plain), len(calls)) == (first, 1)
+    assert planned(with_value(plain, "train.global_batch", 2 * plain.train.global_batch)) != first
+    assert len(calls) == 2
+    planned(with_value(plain, "optim.lr", 1e-5))
+    planned(with_value(plain, "run.dir", "elsewhere"))
+    assert len(calls) == 3  # a plan doesn't depend on the folder
+    file = tmp_path / "config.json"  # a file may change
+    file.write_text(json.dumps(plain.model.architecture))
+    of_file = with_value(plain, "model.architecture", str(file))
+    assert [planned(of_file), planned(of_file)] == [first, first]
+    assert len(calls) == 5
+    for entry in tmp_path.rglob("*.gz"):
+        entry.write_bytes(entry.read_bytes()[:100])
+    assert (planned(plain), len(calls)) == (first, 6)
