@@ -319,24 +319,29 @@ def take(batches: Batches, count: int) -> list[dict[str, torch.Tensor]]:
     return [micro for _ in range(count) for micro in next(batches).micro_batches]
 
 
+MORE_WORKERS = [("words", 1, 0), ("words", 3, 0), ("words", 3, 2), ("seeks", 1, 0)]
+
+
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create . worker processes")
 @pytest.mark.parametrize(
-    ("name", "workers"), [pytest.param("words", 1, marks=pytest.mark.proof), ("words", 3), ("seeks", 1)]
+    ("name", "workers", "begun"),  # resumed after two steps, or from the start
+    [("words", 2, 2), ("seeks", 1, 2), *(pytest.param(*row, marks=pytest.mark.proof) for row in MORE_WORKERS)],
 )
-def test_workers_read_the_steps_of_the_run_itself(corpus: Callable[..., Corpus], name: str, workers: int) -> None:
+def test_workers_read_the_steps_of_the_run_itself(
+    corpus: Callable[..., Corpus], name: str, workers: int, begun: int
+) -> None:
     keys: dict[str, Any] = {"buckets": SIZES, "eval_split": "20%"} if name == "words" else {}
     with open_steps(corpus, name, **keys) as thread:
         expected = take(thread, 6)
     if name == "words":
         assert len({float(batch["noise"].sum()) for batch in expected}) == 18
-    for begun in (0, 2):  # from the start, and resumed after two steps
-        with open_steps(corpus, name, workers=workers, start=begun * 12, **keys) as batches:
-            for batch, same in zip(take(batches, 6 - begun), expected[3 * begun :], strict=True):
-                assert batch.keys() == same.keys()
-                assert all(torch.equal(batch[key], same[key]) for key in batch)
-            assert batches.consumed == 72
-        assert not active_children()
+    with open_steps(corpus, name, workers=workers, start=begun * 12, **keys) as batches:
+        for batch, same in zip(take(batches, 6 - begun), expected[3 * begun :], strict=True):
+            assert batch.keys() == same.keys()
+            assert all(torch.equal(batch[key], same[key]) for key in batch)
+        assert batches.consumed == 72
+    assert not active_children()
 
 
 @pytest.mark.slow
