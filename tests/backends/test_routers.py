@@ -26,7 +26,11 @@ def with_bias(**more: Any) -> Case:
     return Case("deepseek_v3", settings={"model.router_bias_rate": 0.01} | settings, **more)
 
 
-ENGINES = [*((engine, devices) for engine in ("native", "xla") for devices in (1, 2, 3)), ("xla_fsdp1", 2)]
+ENGINES = [
+    *(("native", devices) for devices in (1, 2, 3)),
+    *(("xla", devices) for devices in (1, 3, 4)),
+    ("xla_fsdp1", 2),
+]
 LOSSES = {
     "qwen3_moe": with_loss("qwen3_moe"),
     "mixtral": with_loss("mixtral"),

@@ -220,8 +220,8 @@ UNEVEN = ("train.global_batch=7", "train.micro_batch=2", *WITHOUT_EVALUATION)
 LOSSES = [
     *(marked(group, name, (), in_suite=name in of_suite) for group, of_suite in IN_SUITE.items() for name in EXAMPLES),
     # Before the test that resumes such a run in the same processes: its programs are compiled by then.
-    marked(Group("xla", 4), "buckets", ONE_MICRO_BATCH),
-    marked(Group("xla", 4), "buckets", ()),
+    marked(XLA, "buckets", ONE_MICRO_BATCH, in_suite=False),
+    marked(XLA, "buckets", (), in_suite=False),
     marked(NATIVE, "buckets", (), in_suite=True),
     *(
         marked(group, name, UNEVEN, in_suite=group == NATIVE and name in ("scores", "buckets"))
@@ -407,7 +407,7 @@ def _micro_batches(engine: Backend, step: int, accumulation: int) -> list[dict[s
         marked(NATIVE, WHOLE, 3, in_suite=True),
         marked(XLA, FULL, 2, in_suite=True),
         marked(XLA, KEPT, 1, in_suite=True),
-        marked(Group("xla", 4), FULL, 1),
+        marked(XLA, FULL, 1, in_suite=False),
         marked(Group("xla_fsdp1", 2), FULL, 2),
     ],
 )
