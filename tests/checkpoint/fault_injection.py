@@ -5,6 +5,7 @@ more: whatever it would do to a file raises `Killed`, which no code of ours catc
 """
 
 import functools
+import itertools
 import os
 import threading
 from collections import Counter
@@ -14,9 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
-from plain_backend import PlainBackend
-
-from portable_fsdp.checkpoint.manager import Checkpoints
+from plain_backend import PlainBackend, in_processes
 
 
 class Killed(BaseException):
@@ -48,9 +47,10 @@ def current_process() -> int | None:
 
 
 class Operation(NamedTuple):
-    """An operation by one process on one name."""
+    """The `point`-th operation of one process, on one name."""
 
     process: int
+    point: int
     name: str
     arguments: tuple[Any, ...]
 
@@ -62,14 +62,9 @@ class Flaw(NamedTuple):
     instead: Callable[..., Any]
 
 
-def dies(real: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    raise Killed
-
-
 IN_FOLDERS = ("open", "write", "mkdir", "replace", "rename", "unlink", "remove", "rmdir", "fsync")
 IN_STORES = ("upload", "rm_file", "cp_file")
-EVERYWHERE = Flaw((*IN_FOLDERS, *IN_STORES), dies)
-"""The death of a process, at any operation."""
+READS = ("preadv", "cat_file")  # of a folder, of a store
 
 
 class Injection:
@@ -86,20 +81,20 @@ class Injection:
         self.tried: list[Operation] = []
         self.done: list[Operation] = []  # without those that failed: a folder to make that is there
         self.hits, self.has_killed = 0, False
+        self.at_death: list[Callable[[], object]] = []  # ends what waits for the dead
         self._counts = Counter[int]()
-        self._backends: list[PlainBackend] = []
-        self.opened: list[Checkpoints] = []  # whose background saves end with their process
         self._lock = threading.RLock()
 
-    def joined(self, work: Callable[[PlainBackend], Any]) -> Callable[[PlainBackend], Any]:
-        """`work` of a process, as which its thread counts from then on."""
+    def in_processes(self, count: int, work: Callable[[PlainBackend], Any]) -> list[Any]:
+        """What `plain_backend.in_processes` returns; each thread counts as its process, and goes through this."""
 
         def run(backend: PlainBackend) -> Any:
             cast(ProcessThread, threading.current_thread()).process = backend.process.index
-            self._backends.append(backend)
+            self.at_death.append(backend.meeting.barrier.abort)
             return work(backend)
 
-        return run
+        with patched(self):
+            return in_processes(count, run)
 
     def call(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         process = current_process()
@@ -109,46 +104,44 @@ class Injection:
             if self.has_killed and (process == self.process or not self.alone):
                 raise Killed
             self._counts[process] += 1
-            operation, past = Operation(process, name, arguments), self._counts[process] - self.point
+            operation = Operation(process, self._counts[process], name, arguments)
             self.tried.append(operation)
+            past = operation.point - self.point
             is_here = process == self.process and (past == 0 or (self.lasting and past > 0))
             if is_here and self.flaw is not None and name in self.flaw.operations:
                 self.hits += 1
                 try:
                     return self.flaw.instead(real, *arguments, **named)
                 except Killed:
-                    self._kill()
+                    self.has_killed = True
+                    for end in self.at_death:
+                        end()
                     raise
             result = real(*arguments, **named)
             self.done.append(operation)
             return result
 
-    def _kill(self) -> None:
-        self.has_killed = True
-        for backend in self._backends:
-            backend.meeting.barrier.abort()
-        for opened in self.opened:
-            opened._background.cancelled.set()  # pyright: ignore[reportPrivateUsage]
 
-    def numbered(self) -> Iterator[tuple[int, Operation]]:
-        """Each operation that was tried, and its number in its process."""
-        counts = Counter[int]()
-        for operation in self.tried:
-            counts[operation.process] += 1
-            yield counts[operation.process], operation
+def strikes(flaws: Collection[Flaw], work: Callable[[Injection], Any], **how: bool) -> Iterator[tuple[Any, Injection]]:
+    """Each flaw at each operation of `work` that it fits: where it is, and the injection for another run of it."""
+    whole = Injection()
+    work(whole)
+    for operation, flaw in itertools.product(whole.tried, flaws):
+        if operation.name in flaw.operations:
+            yield (flaw, operation), Injection(flaw, operation.process, operation.point, **how)
 
 
 @contextmanager
 def patched(injection: Injection) -> Generator[None]:
-    """Every operation that changes something on the file system, or in `memory://`, goes through `injection`."""
+    """What changes something on the file system or in `memory://`, and what reads, goes through `injection`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "Thread", ProcessThread)
-        for name in IN_FOLDERS[1:]:
+        for name in (*IN_FOLDERS[1:], "preadv"):
             patch.setattr(os, name, _through(injection, name, getattr(os, name)))
         patch.setattr(os, "open", _creating(injection, os.open))
         patch.setattr(MemoryFileSystem, "_open", _opened_as_by_a_store)
         patch.setattr(MemoryFile, "commit", _through(injection, "upload", MemoryFile.commit))
-        for name in IN_STORES[1:]:
+        for name in (*IN_STORES[1:], "cat_file"):
             patch.setattr(MemoryFileSystem, name, _through(injection, name, getattr(MemoryFileSystem, name)))
         yield
 

@@ -7,7 +7,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from plain_backend import PlainBackend, checkpoints, named_tensors
+from plain_backend import PlainBackend, checkpoints, named_tensors, with_random_state
 from torch.distributed.checkpoint.state_dict_saver import save as torch_dcp_save
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -42,17 +42,8 @@ def build(architecture: dict[str, Any], seed: int = 0) -> Any:
 
 
 def trained(architecture: dict[str, Any], seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
-    """A model and an AdamW whose state holds random content."""
-    model = build(architecture, seed)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for state in optimizer.state.values():
-        state["step"].fill_(7)
-        state["exp_avg"].normal_()
-        state["exp_avg_sq"].uniform_()
-    return model, optimizer
+    """A model and an AdamW with random content."""
+    return with_random_state(build(architecture, seed), seed)
 
 
 def save(folder: Path, model: Any, optimizer: torch.optim.Optimizer | None = None, step: int = 3, **run: Any) -> Path:

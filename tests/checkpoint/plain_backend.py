@@ -100,9 +100,14 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 def small_model(seed: int, hidden: int = 7) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Odd sizes, a bfloat16 parameter, and AdamW state (0-dim step counts too) with random content."""
-    generator = torch.Generator().manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, hidden), nn.Linear(hidden, 3, bias=False))
     model.register_parameter("gate", nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)))
+    return with_random_state(model, seed)
+
+
+def with_random_state(model: nn.Module, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and an AdamW; every weight and its state get random content."""
+    generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -1,6 +1,5 @@
 """The checkpoint that a run resumes from: its own, or the one that it was started from, never another history."""
 
-import errno
 import itertools
 import json
 import logging
@@ -168,36 +167,6 @@ def test_a_file_in_the_place_of_the_folder_is_refused_at_the_start(tmp_path: Pat
     message = refused(processes, lambda backend: checkpoints(tmp_path / "run" / "ck", backend).find("auto"))
     assert "can't write there" in message
     assert os.listdir(tmp_path) == ["run"]
-
-
-@pytest.mark.parametrize(
-    ("operation", "number"),
-    [("open", errno.EMFILE), ("open", errno.ESTALE), ("open", errno.EACCES), ("preadv", errno.EIO)],
-)
-def test_what_says_nothing_of_the_content_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, number: int
-) -> None:
-    """Else the run would go on from an older step, and overwrite the newer one's place. EIO is damage."""
-    older, newest = save_once(tmp_path, step=5), save_once(tmp_path, step=6)
-    real, ours = getattr(os, operation), checkpoints(tmp_path, PlainBackend())
-
-    def fails(file: Any, *arguments: Any, **named: Any) -> Any:
-        path = os.readlink(f"/proc/self/fd/{file}") if operation == "preadv" else str(file)
-        if path.startswith(str(newest)):
-            raise OSError(number, os.strerror(number))
-        return real(file, *arguments, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, operation, fails)
-        if number == errno.EIO:
-            point = ours.find("auto")
-            assert point is not None
-            assert point.path == older
-            assert "Input/output error" in point.passed_over[0]
-            return
-        with pytest.raises(CheckpointError, match=f"{os.strerror(number)}.*\n  The file may be intact: start again"):
-            ours.find("auto")
-    assert ours.find("auto") == ResumePoint(newest, (), is_own=True)
 
 
 def test_one_place_by_two_names(tmp_path: Path) -> None:
