@@ -12,7 +12,7 @@ from memory import RETURN_FREED_MEMORY
 pytestmark = pytest.mark.slow
 
 MIB = 2**20
-COUNT, ROWS = 6, 12 * MIB  # six tensors of 48 MiB: two are more than the bound
+COUNT, ROWS = 3, 12 * MIB  # three tensors of 48 MiB: two are more than the bound
 LARGEST = 4 * ROWS
 SLACK = 32 * MIB
 

@@ -219,16 +219,20 @@ def test_every_dtype_that_we_store_goes_through_all_formats(tmp_path: Path) -> N
         shutil.rmtree(tmp_path / kind)
 
 
-RANK = """
+RANKS = """
+import os
 import sys
 import torch
+import torch._dynamo  # else each rank imports it
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-rank, folder = int(sys.argv[1]), sys.argv[2]
+folder = sys.argv[1]
+other = os.fork()  # after the imports, before torch has a thread
+rank = 0 if other else 1
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
@@ -243,17 +247,15 @@ if rank == 0:
     torch.save({"weights": whole, "state": state["state"]}, f"{folder}/whole")
 dist.barrier()  # gloo aborts a rank whose peer has left in the middle of a collective
 dist.destroy_process_group()
+if other:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 
 @pytest.mark.slow
 def test_what_fsdp2_saves_on_two_ranks_is_imported(tmp_path: Path) -> None:
-    programs = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    errors = [program.communicate(timeout=120)[1] for program in programs]
-    assert [program.returncode for program in programs] == [0, 0], errors
+    done = subprocess.run([sys.executable, "-c", RANKS, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     whole = torch.load(tmp_path / "whole", weights_only=True)
     expected = dict(whole["weights"])
     expected |= {f"{name}/{fqn}": t for fqn, state in whole["state"].items() for name, t in state.items()}
