@@ -148,9 +148,8 @@ def tiled(shape: tuple[int, ...], boxes: Sequence[Sequence[Any]]) -> Manifest:
     return manifest({"w": tensor}, [f"model/shard-{i:05d}-00.safetensors" for i in range(len(boxes))])
 
 
-@pytest.mark.parametrize("seed", range(0, 60, 10))
-def test_pieces_tile_each_tensor_exactly_once(seed: int) -> None:
-    for rng in map(random.Random, range(seed, seed + 10)):
+def test_pieces_tile_each_tensor_exactly_once() -> None:
+    for rng in map(random.Random, range(60)):
         shape = tuple(rng.randrange(1, 6) for _ in range(rng.randrange(0, 4)))
         boxes = random_cut(rng, shape, (0,) * len(shape))
         rng.shuffle(boxes)
@@ -162,13 +161,6 @@ def test_pieces_tile_each_tensor_exactly_once(seed: int) -> None:
             if min(changed[index][part]) >= 0:
                 with pytest.raises(CheckpointError, match=r"manifest\.json: w: expected|overlap|no tensor uses it"):
                     manifests.check_manifest(tiled(shape, changed), "bad")
-
-
-def test_an_overlap_that_a_hole_makes_up_for_is_found() -> None:
-    boxes = [((0, 0), (2, 2)), ((1, 1), (2, 2)), ((0, 2), (1, 1))]
-    assert sum(a * b for _, (a, b) in boxes) == 9
-    with pytest.raises(CheckpointError, match=r"w: the pieces at \[.*\] and \[.*\] overlap"):
-        manifests.check_manifest(tiled((3, 3), boxes), "bad")
 
 
 def test_the_check_of_many_pieces_is_quick() -> None:

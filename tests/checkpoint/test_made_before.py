@@ -24,15 +24,11 @@ LOSSES = [5.386707305908203, 5.345849990844727]
 """Steps 3 and 4 of the same run without a stop, by the release that wrote the files."""
 
 
-@pytest.fixture(autouse=True)
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Its folder, in the working folder as at that time."""
+def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model and optimizer are loaded bit for bit, and have the losses of a run without a stop."""
     shutil.copytree(Path(__file__).parent / "made_before", tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    return Path("run")
-
-
-def test_model_and_optimizer_are_loaded_bit_for_bit(run: Path) -> None:
+    run = Path("run")  # in the working folder, as at that time
     config = load_config(str(run / "config.yaml"), [])
     with open_backend(config, device="cpu", backend="native") as backend:
         corpus = open_data(config, backend)
@@ -51,9 +47,6 @@ def test_model_and_optimizer_are_loaded_bit_for_bit(run: Path) -> None:
         assert actual[key].dtype == tensor.dtype
         assert actual[key].shape == tensor.shape
         assert actual[key].numpy().tobytes() == tensor.numpy().tobytes(), key
-
-
-def test_it_trains_on_with_the_losses_of_a_run_without_a_stop(run: Path) -> None:
     config = load_config(str(run / "config.yaml"), ["train.stop_at=null"])
     assert train(config, device="cpu", backend="native") == 0
     assert [row["loss"] for row in read_jsonl(run / "metrics.jsonl")] == pytest.approx(LOSSES, rel=1e-6, abs=0)
