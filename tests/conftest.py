@@ -80,7 +80,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 class ByFile(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        if not file.startswith("tests/backends/") or "torchtpu" in file:
+        if not file.startswith("tests/backends/") or "torchtpu" in file or "test_refusals" in file:  # which starts none
             return file
         return "tests/backends on torch_xla" if "xla" in nodeid else file  # by file, or by parameter
 

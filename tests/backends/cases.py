@@ -98,7 +98,7 @@ class Case:
     """One run: what is trained, and how. Devices are not part of it."""
 
     model: str = "llama"
-    steps: int = 20
+    steps: int = 10
     optim: dict[str, Any] = field(default_factory=lambda: {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1})
     max_grad_norm: float | None = 0.5
     micro_batch: int | None = None  # None: all of a device's rows at once

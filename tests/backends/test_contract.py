@@ -22,7 +22,7 @@ from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.evaluate import Evaluator, Sampler
 from portable_fsdp.train.preflight import require_same
 
-ADAMW = Case()
+ADAMW = Case(steps=20)
 # Plain SGD, unclipped: AdamW and clipping both hide a wrong gradient scale.
 SGD = Case(model="llama", steps=20, optim={"name": "sgd", "lr": 0.5, "weight_decay": 0.0}, max_grad_norm=None)
 

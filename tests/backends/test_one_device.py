@@ -265,7 +265,7 @@ def drawn(sections: dict[str, Any], make: Callable[[], nn.Module]) -> list[float
     return [row[name].item() for row in metrics for name in ("loss", "grad_norm")]
 
 
-@pytest.mark.parametrize("kind", [Block, Noise])
+@pytest.mark.parametrize("kind", [pytest.param(Block, marks=pytest.mark.proof), Noise])
 @pytest.mark.parametrize("group", [marked(Group("xla", 4)), marked(Group("xla_fsdp1", 1))])
 def test_recomputed_layers_draw_the_same_numbers_again_on_xla(
     group: Group, kind: type[nn.Module], workers: GetWorkers

@@ -406,7 +406,7 @@ def _micro_batches(engine: Backend, step: int, accumulation: int) -> list[dict[s
         marked(NATIVE, FULL, 1, in_suite=True),
         marked(NATIVE, WHOLE, 3, in_suite=True),
         marked(XLA, FULL, 2, in_suite=True),
-        marked(XLA, KEPT, 1, in_suite=True),
+        marked(XLA, KEPT, 1, in_suite=False),
         marked(XLA, FULL, 1, in_suite=False),
         marked(Group("xla_fsdp1", 2), FULL, 2),
     ],

@@ -129,7 +129,7 @@ CURVES = {
 }
 
 
-OF_SUITE = {"native": ["llama, split rows"], "xla": ["phi3"]}
+OF_SUITE = {"native": ["llama, split rows"], "xla": []}  # on xla a resume has the curve of native, below
 
 
 @pytest.mark.parametrize(

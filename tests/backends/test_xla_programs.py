@@ -253,9 +253,9 @@ def recurrent_on_xla(**arguments: Any) -> dict[str, Any]:
     ("kind", "options"),
     [
         ("LSTM", {"num_layers": 2, "bidirectional": True}),
-        ("LSTM", {"proj_size": 2, "bias": False}),
+        pytest.param("LSTM", {"proj_size": 2, "bias": False}, marks=pytest.mark.proof),
         ("GRU", {"num_layers": 2}),
-        ("RNN", {"bidirectional": True, "bias": False, "nonlinearity": "relu"}),
+        pytest.param("RNN", {"bidirectional": True, "bias": False, "nonlinearity": "relu"}, marks=pytest.mark.proof),
     ],
 )
 def test_recurrent_layers_are_loops_with_the_values_of_torch(

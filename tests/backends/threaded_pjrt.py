@@ -99,8 +99,9 @@ class Devices:
         checkpoint.chkpt_status = fsdp.chkpt_status = Status()
         torch.random.fork_rng = _one_at_a_time(torch.random.fork_rng)
 
-    def run(self, job: Callable[[], Any]) -> list[Any]:
+    def run(self, job: Callable[[], Any], devices: int) -> list[Any]:
         """Run `job` on each device and return the results; raises the error of the first device that failed."""
+        assert devices == len(self._devices)
         answers: list[Any] = [None] * len(self._devices)
         failures: list[BaseException] = []
 

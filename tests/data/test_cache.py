@@ -1,16 +1,16 @@
 """An entry is made once, whole or not at all, whoever asks for it and whenever its maker ends; so is a file's hash."""
 
 import json
-import multiprocessing
 import os
 import resource
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -217,21 +217,21 @@ def test_no_room_for_the_cache_is_an_error_that_leaves_nothing(size: int, count:
 
 # ------------------------------------------------------------------------------------------------- other processes
 
-FORK = multiprocessing.get_context("fork")  # processes of their own, without the seconds that imports take
+MAKER = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[3].split(":")
+from test_cache import Texts, documents, recipe, tokenized
+source = Texts(*(str(number) for number in range(2000)), slow_s=float(sys.argv[2]))
+print("ready", flush=True)
+entry = tokenized(Path(sys.argv[1]), recipe(source))
+print(source.reads, len(documents(entry)), flush=True)
+"""
 
 
-def _make(folder: Path, slow_s: float, result: Connection) -> None:
-    """For a process: make the entry, or take it; send how often the source was read, and the number of documents."""
-    source = Texts(*(str(number) for number in range(2000)), slow_s=slow_s)
-    entry = tokenized(folder, recipe(source))
-    result.send((source.reads, len(documents(entry))))
-
-
-def start(folder: Path, slow_s: float) -> tuple[BaseProcess, Connection]:
-    receives, sends = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=_make, args=(folder, slow_s, sends))
-    process.start()
-    return process, receives
+def start(folder: Path, slow_s: float) -> "subprocess.Popen[str]":
+    arguments = [str(folder), str(slow_s), str(Path(__file__).parent)]
+    return subprocess.Popen([sys.executable, "-c", MAKER, *arguments], stdout=subprocess.PIPE, text=True)
 
 
 def wait_for_temporary(folder: Path) -> Path:
@@ -242,26 +242,22 @@ def wait_for_temporary(folder: Path) -> Path:
     return entry[0]
 
 
-def result_of(maker: tuple[BaseProcess, Connection]) -> tuple[int, int]:
-    process, receives = maker
-    process.join(120)
-    assert process.exitcode == 0
-    return receives.recv()
-
-
+@pytest.mark.slow
 def test_of_several_processes_at_once_one_tokenizes(tmp_path: Path) -> None:
     makers = [start(tmp_path, 0.0005) for _ in range(3)]
-    assert sorted(map(result_of, makers)) == [(0, 2000), (0, 2000), (1, 2000)]
+    output = [maker.communicate(timeout=120)[0].split() for maker in makers]
+    assert sorted(output) == [["ready", "0", "2000"], ["ready", "0", "2000"], ["ready", "1", "2000"]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["k", "k.lock"]
 
 
+@pytest.mark.slow
 def test_a_maker_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
-    maker, _ = start(tmp_path, 0.05)
+    maker = start(tmp_path, 0.05)
     left = wait_for_temporary(tmp_path)
     waiting = start(tmp_path, 0)
-    maker.kill()
-    maker.join()
-    assert result_of(waiting) == (1, 2000)
+    maker.send_signal(signal.SIGKILL)
+    maker.communicate()
+    assert waiting.communicate(timeout=120)[0].split() == ["ready", "1", "2000"]
     assert not left.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["k", "k.lock"]
 

@@ -189,11 +189,10 @@ def test_weights_only_is_a_new_run_from_other_weights_which_does_not_begin_there
     shutil.move("run/checkpoints", "moved")
     assert launch(*words) == 2
     assert "To start over, without the steps so far: another run.dir." in capsys.readouterr().err
-    # What a full disk's message offers: on from a save of its own, to another folder.
     shutil.move("moved", "run/checkpoints")
-    here = ("checkpoint.dir=another", "train.stop_at=3")
-    assert launch(*new, *here, "checkpoint.resume=run/checkpoints/step-00000001") == 0
-    assert launch(*words, "checkpoint.dir=another") == 0  # goes on with its own
+    assert launch(*words, "train.stop_at=3") == 0  # goes on with its own
+    # What a full disk's message offers: on from a save of its own, to another folder.
+    assert launch(*new, "checkpoint.dir=another", "checkpoint.resume=run/checkpoints/step-00000003") == 0
     assert [event["load"] for event in events(folder / "run", "resume")] == ["weights_only", "all", "all"]
     tuned = losses(folder / "run")
     assert len(tuned) == 6

@@ -103,7 +103,7 @@ PROOF = [pytest.mark.proof, pytest.mark.timeout(900)]
 def test_a_cpu_plan_is_what_two_processes_hold(configs: dict[str, Config], worker: Worker) -> None:
     """A plan for two CPUs against two processes: memory within 5 %, collectives to the byte."""
     planned = worker(plans, list(configs.values()), parse_target("cpu:2"))
-    workers = Workers(Group("native", 2))
+    workers = Workers(Group("gloo", 2))
     try:
         for (name, config), (memory, work) in zip(configs.items(), planned, strict=True):
             measured = workers.run(measure, config=config)
