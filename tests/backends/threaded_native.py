@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ class Threads:
     def __init__(self) -> None:
         multi_threaded_pg._install_threaded_pg()
         # Functional collectives find their group by name: in a table for each thread.
-        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        cast(Any, torch._C)._distributed_c10d._set_thread_isolation_mode(True)
         destroy = dist.destroy_process_group
 
         def destroy_group(group: Any = None) -> None:
@@ -38,7 +38,8 @@ class Threads:
         """Run `job` on each device and return the results; raises the error of the device that failed first."""
         os.environ["CPU_NUM_DEVICES"] = str(devices)
         multi_threaded_pg.ProcessLocalGroup.reset()
-        store, answers, failures = dist.HashStore(), [None] * devices, list[BaseException]()
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        answers, failures = list[Any]([None] * devices), list[BaseException]()
 
         def run_on(rank: int) -> None:
             try:
