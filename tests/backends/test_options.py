@@ -7,7 +7,6 @@ too, and the row runs on without it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import combinations, product
 from typing import Any
