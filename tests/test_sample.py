@@ -123,10 +123,10 @@ def test_what_gives_no_text_ends_with_2_and_a_sentence(tmp_path: Path, capsys: p
     capsys.readouterr()
     for name, word, expected in REFUSED:
         code = main([str(tmp_path / name), *([word] if word else [])])
-        said = capsys.readouterr()
-        assert (code, said.out) == (2, ""), (name, word)
-        assert expected.format(tmp_path / name) in said.err
-        assert "Traceback" not in said.err
+        printed = capsys.readouterr()
+        assert (code, printed.out) == (2, ""), (name, word)
+        assert expected.format(tmp_path / name) in printed.err
+        assert "Traceback" not in printed.err
 
 
 def test_a_text_ends_with_the_models_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 ONE_LAYER: dict[str, Any] = {"model.architecture": ARCHITECTURES["llama"] | {"num_hidden_layers": 1}}
-"""Where a second layer would prove nothing: XLA's time to compile follows the layers."""
+"""For tests that need no second layer: XLA's compile time grows with the number of layers."""
 
 
 TINY: dict[str, dict[str, Any]] = {

@@ -77,7 +77,7 @@ def run(workers: Callable[[Group], Workers]) -> Callable[..., list[dict[str, Any
 
     def get(group: Group, case: Any) -> list[dict[str, Any]]:
         cases[repr(case)] = case
-        return once(group, repr(case))
+        return once(group.for_case(case), repr(case))
 
     return get
 

@@ -24,7 +24,7 @@ def case_of(
     **lora: Any,
 ) -> Case:
     settings = {**(more or {}), "model.lora": {"r": 4, "alpha": 8.0, **lora}}
-    return Case(model, optim=ADAMW | (optim or {}), checkpointing=checkpointing, settings=settings)
+    return Case(model, 20, ADAMW | (optim or {}), checkpointing=checkpointing, settings=settings)
 
 
 PATTERNS: dict[str, Any] = {
@@ -45,13 +45,10 @@ CASES = {
 EXPERTS = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
 ALL_LAYERS = {"compile.enabled": True, "compile.backend": "aot_eager"}
 OPTIONS: dict[str, tuple[Group, Case]] = {
-    "dora, compiled": (Group("gloo", 2), case_of(more=ALL_LAYERS, checkpointing="full", dora=True)),
+    "dora, compiled": (NATIVE, case_of(more=ALL_LAYERS, checkpointing="full", dora=True)),
     "dora, scanned": (XLA, case_of(more={"compile.scan_layers": True}, checkpointing="full", dora=True)),
     "dora, flat shards": (Group("xla_fsdp1", 2), case_of(dora=True)),
-    "experts, compiled": (
-        Group("gloo", 2),
-        case_of("qwen3_moe", more=ALL_LAYERS, checkpointing="full", targets=EXPERTS),
-    ),
+    "experts, compiled": (NATIVE, case_of("qwen3_moe", more=ALL_LAYERS, checkpointing="full", targets=EXPERTS)),
     "dora, over bfloat16": (NATIVE, case_of(more={"precision.frozen": "bfloat16"}, dora=True)),
     "experts, over bfloat16": (XLA, case_of("qwen3_moe", more={"precision.frozen": "bfloat16"}, targets=EXPERTS)),
     "experts, scanned": (XLA, case_of("qwen3_moe", more={"compile.scan_layers": True}, targets=EXPERTS)),
@@ -77,4 +74,4 @@ EACH = [
 
 @pytest.mark.parametrize(("group", "name", "case"), EACH)
 def test_the_curve_is_pefts(group: Group, name: str, case: Case, workers: GetWorkers) -> None:
-    assert_equal_curves(workers(group).run(jobs.train, case=case), case)
+    assert_equal_curves(workers(group.for_case(case)).run(jobs.train, case=case), case)

@@ -68,8 +68,8 @@ CURVES: dict[str, tuple[str, int, Case]] = {
     "shards, tensor": ("native", 8, case_of("llama", BESIDE_TENSOR)),
     "replicas": ("native", 8, case_of("llama", TWO | {"sharding.replicas": 2}, strategy="HYBRID_SHARD")),
     "adapters": ("native", 2, case_of("llama", TWO | {"model.lora": {"r": 4}}, optim={"name": "adamw", "lr": 1e-2})),
-    "compiled": ("gloo", 2, case_of("llama", TWO | COMPILED)),
-    "compiled, packed": ("gloo", 2, case_of("gemma2", TWO | PACKED | COMPILED, checkpointing="full")),
+    "compiled": ("native", 2, case_of("llama", TWO | COMPILED)),
+    "compiled, packed": ("native", 2, case_of("gemma2", TWO | PACKED | COMPILED, checkpointing="full")),
     "modules inside layers": (
         "native",
         2,
@@ -96,7 +96,7 @@ CURVES: dict[str, tuple[str, int, Case]] = {
 )
 def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
     case = CURVES[name][2]
-    answers = workers(group).run(jobs.train, case=case)
+    answers = workers(group.for_case(case)).run(jobs.train, case=case)
     assert_equal_curves(answers, case, None if case.compute == "float32" else BF16_20_STEPS)
     assert group.engine.compiles <= answers[0]["compilations"] <= answers[0]["expected_compilations"]
 

@@ -57,17 +57,18 @@ def assert_equal_curves(answers: list[dict[str, Any]], case: Case, bound: float 
     assert truth.losses[-1] < truth.losses[0] - 0.05, "the run learnt nothing: its curve would show no fault"
 
 
+on_each_engine = pytest.mark.parametrize("group", [marked(group) for group in IN_THREADS])
 PROOF_ON = {
     **dict.fromkeys(("micro batches of 1", "rows of padding", "muon"), "native"),
     **dict.fromkeys(("adafactor", "sgd"), "xla"),
 }
 
 
-@pytest.mark.parametrize("group", [marked(group) for group in IN_THREADS])
+@on_each_engine
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=[pytest.mark.proof_on(PROOF_ON.get(name))]) for name in SUITE),
+        *(pytest.param(name, marks=pytest.mark.proof_on(PROOF_ON.get(name))) for name in SUITE),
         *(pytest.param(name, marks=pytest.mark.proof) for name in PROOFS),
     ],
 )
@@ -95,7 +96,7 @@ def test_any_number_of_devices_trains_a_global_batch(group: Group, workers: GetW
 
 
 @pytest.mark.proof_on("xla")
-@pytest.mark.parametrize("group", [marked(group) for group in IN_THREADS])
+@on_each_engine
 def test_bf16_equals_fp32_within_rounding(group: Group, run: Run) -> None:
     case = Case(compute="bfloat16")
     answers = run(group, case)
@@ -104,7 +105,7 @@ def test_bf16_equals_fp32_within_rounding(group: Group, run: Run) -> None:
     assert max(abs(metrics["loss"] - loss) / loss for metrics, loss in pairs) > FP32_20_STEPS
 
 
-@pytest.mark.parametrize("group", [marked(group) for group in IN_THREADS])
+@on_each_engine
 @pytest.mark.proof_on("xla")
 def test_all_in_bfloat16_learns_and_stays_bfloat16(group: Group, workers: GetWorkers, run: Run) -> None:
     """Small updates are lost in bfloat16 weights, so the curve is near that of float32 and not equal to it."""

@@ -41,19 +41,13 @@ ON_AXES = {
 
 
 OF_SUITE = [("native-2", "gpt2, few steps"), ("xla-4", "gpt2, few steps")]
-
-
-def group_of(engine: tuple[str, int], name: str) -> Group:
-    return Group("gloo", engine[1]) if engine[0] == "native" and "compiled" in name else Group(*engine)
-
-
 ENGINES = [("native", 1), ("native", 2), ("native", 3), ("xla", 1), ("xla", 4), ("xla_fsdp1", 2)]
 
 
 @pytest.mark.parametrize(
     ("group", "name"),
     [
-        marked(group := group_of(engine, name), name, in_suite=(str(group), name) in OF_SUITE)
+        marked(group := Group(*engine), name, in_suite=(str(group), name) in OF_SUITE)
         for engines, cases in ((ENGINES, CASES), ([("native", 4), ("xla", 4)], ON_AXES))
         for engine in engines
         for name in cases
@@ -63,7 +57,7 @@ def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: Get
     case = (CASES | ON_AXES)[name]
     if any(workers(group).run(jobs.is_refused, case=case)):  # scan on xla_fsdp1, torch.compile on xla
         return
-    answers = workers(group).run(jobs.train, case=case)
+    answers = workers(group.for_case(case)).run(jobs.train, case=case)
     assert_equal_curves(answers, case)
     for answer in answers:  # keys are inputs of a program: no step compiles another
         assert answer["compilations"] <= answer["expected_compilations"]  # fewer: an earlier case had these programs

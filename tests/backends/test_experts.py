@@ -82,16 +82,13 @@ CURVES = {
 
 @pytest.mark.parametrize(
     ("group", "name"),
-    [
-        marked(Group("gloo" if name == "compiled" else "native", 2), name, in_suite="rows" in name)
-        for name in CURVES
-        if name != "scanned"
-    ]
+    [marked(Group("native", 2), name, in_suite="rows" in name) for name in CURVES if name != "scanned"]
     + [marked(Group("xla", 4), name, in_suite=False) for name in ("capacity for all", "scanned")],
 )
 def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
-    answers = workers(group).run(jobs.train, case=CURVES[name])
-    assert_equal_curves(answers, CURVES[name])
+    case = CURVES[name]
+    answers = workers(group.for_case(case)).run(jobs.train, case=case)
+    assert_equal_curves(answers, case)
     dropped = [row.get("experts_dropped") for answer in answers for row in answer["metrics"]]
     assert {*dropped} == {0.0 if "capacity" in name else None}
 

@@ -180,8 +180,8 @@ def test_equal_layers_are_one_program_without_breaks(
     devices: int, settings: Settings, tolerance: float, workers: GetWorkers
 ) -> None:
     plain, answer = (
-        workers(Group("gloo", devices)).run(programs, case=Case(settings=TWELVE | settings | compiled))[0]
-        for compiled in ({}, COMPILED)
+        workers(Group("native", devices).for_case(case)).run(programs, case=case)[0]
+        for case in (Case(settings=TWELVE | settings | compiled) for compiled in ({}, COMPILED))
     )
     assert (plain["programs"], answer["programs"]) == (0, 2)  # all layers, and the loss
     assert answer["breaks"] == {}

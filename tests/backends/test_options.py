@@ -180,13 +180,8 @@ SUITE = {
 }
 
 
-def group_of(engine: str, row: Row) -> Group:
-    compiles = (engine, row["compiled"]) == ("native", "layers")  # which threads can't do at once
-    return Group("gloo" if compiles else engine, DEVICES)
-
-
 EACH = [
-    marked(group_of(engine, row), "-".join(row.values()), row, in_suite=row in SUITE.get(engine, []))
+    marked(Group(engine, DEVICES), "-".join(row.values()), row, in_suite=row in SUITE.get(engine, []))
     for engine in TESTED
     for row in ROWS
 ]
@@ -194,13 +189,13 @@ EACH = [
 
 @pytest.mark.parametrize(("where", "name", "row"), EACH)
 def test_every_two_options_together_keep_the_curve(where: Group, name: str, row: Row, workers: GetWorkers) -> None:
-    taken = taken_by(where.engine.backend, row)
+    taken = taken_by(where.backend, row)
     if taken != row:
         with pytest.raises(JobFailed) as failure:
             workers(where).run(jobs.opened, case=case_of(row), build=True)
         assert failure.value.kind == "BackendError"
     case = case_of(taken)
-    answers = workers(where).run(jobs.train, case=case)
+    answers = workers(where.for_case(case)).run(jobs.train, case=case)
     assert_equal_curves(answers, case, None if row["precision"] == "float32" else BF16_20_STEPS)
     assemble([answer["final"] for answer in answers])
     for answer in answers:

@@ -20,7 +20,7 @@ TERMINATED = "Test termination event occurs."
 
 
 class Threads:
-    """As many devices as a job asks for, each with a thread while the job runs."""
+    """Run jobs on any number of devices, each of which is a thread while a job runs."""
 
     def __init__(self) -> None:
         multi_threaded_pg._install_threaded_pg()

@@ -49,6 +49,11 @@ class Group(NamedTuple):
         """Each commit; the other groups are for the proofs."""
         return self.devices in self.engine.in_suite
 
+    def for_case(self, case: Any) -> "Group":
+        """Native's devices as processes where the case compiles: threads can't use torch.compile at once."""
+        compiles = self.backend == "native" and case.settings.get("compile.enabled")
+        return self._replace(backend="gloo") if compiles else self
+
     @property
     def processes(self) -> int:
         return self.devices if self.engine.process_a_device else 1
@@ -230,16 +235,14 @@ def _is_full(process: Any) -> bool:
 
 
 def _forking() -> ForkServerContext:
-    """Where processes are forked from one that has imported preloaded.py."""
+    """Return a context that forks each process from one that has imported preloaded.py."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
-    # Python 3.11 gives it no sys.path. NumPy starts threads, and a fork has none of them.
-    with (
-        patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}),
-        patch.object(
-            tempfile, "tempdir", os.environ["PYTEST_DEBUG_TEMPROOT"]
-        ),  # its socket lies there until the very end
-    ):
+    # Python 3.11 doesn't pass sys.path on. NumPy would start threads, which a fork doesn't have.
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    # Python removes the server's socket after pytest has removed the suite's folder, so it lies elsewhere.
+    folder = patch.object(tempfile, "tempdir", os.environ["PYTEST_DEBUG_TEMPROOT"])
+    with patch.dict(os.environ, variables), folder:
         forkserver.ensure_running()
     return context
 

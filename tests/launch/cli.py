@@ -27,6 +27,7 @@ PROGRAMS = Path(sys.executable).parent  # torchrun lies beside python
 PYTHON = [sys.executable, "-m", "portable_fsdp.launch"]
 TORCHRUN = [str(PROGRAMS / "torchrun"), "--standalone", "--nproc_per_node=2", "-m", "portable_fsdp.launch"]
 STARTS: dict[str, list[str]] = {
+    "plain": [*PYTHON, "--device=cpu"],
     "native": [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2"],
     "xla": [*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=2"],
     "xla_fsdp1": [*PYTHON, "--device=cpu", "--backend=xla_fsdp1", "--num_devices=1"],

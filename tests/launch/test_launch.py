@@ -23,7 +23,6 @@ from portable_fsdp.config.load import config_text
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.observe.run_files import read_jsonl
 
-PLAIN = [*PYTHON, "--device=cpu"]
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_bytes", "seconds"),
     "data_seconds",
@@ -45,7 +44,7 @@ def run_to_the_end(folders: pytest.TempPathFactory, *kinds: str) -> dict[str, tu
         runs: dict[str, tuple[Started, Path]] = {}
         for kind in kinds:
             folder = folders.mktemp(kind)
-            command = [*STARTS.get(kind, PLAIN), f"--config={tiny_config(folder)}", "checkpoint.export=true"]
+            command = [*STARTS[kind], f"--config={tiny_config(folder)}", "checkpoint.export=true"]
             runs[kind] = stack.enter_context(started(command, folder, **temporary(folder))), folder / "run"
         for process, _ in runs.values():
             assert process.wait() == 0, process.err
@@ -196,7 +195,7 @@ def stop_after(step: int, command: list[str], folder: Path, *, by: str, **variab
 @pytest.mark.parametrize("kind", ["plain", "native"])
 def test_stop_twice_and_go_on(kind: str, folder: Path, uninterrupted: list[float]) -> None:
     arguments = ["--config=tiny.yaml", *SLOW]
-    command = [*STARTS.get(kind, PLAIN), *arguments]
+    command = [*STARTS[kind], *arguments]
     assert stop_after(2, command, folder, by="SIGTERM", **temporary(folder)) == 143
     first = committed(folder / "run")[-1]
     assert stop_after(first + 2, command, folder, by="Ctrl-C", **temporary(folder)) == 143

@@ -190,8 +190,8 @@ def test_weights_only_is_a_new_run_from_other_weights_which_does_not_begin_there
     assert launch(*words) == 2
     assert "To start over, without the steps so far: another run.dir." in capsys.readouterr().err
     shutil.move("moved", "run/checkpoints")
-    assert launch(*words, "train.stop_at=3") == 0  # goes on with its own
-    # What a full disk's message offers: on from a save of its own, to another folder.
+    assert launch(*words, "train.stop_at=3") == 0  # resumes from its own checkpoint
+    # As the message about a full disk says: resume from its own checkpoint, and save to another folder.
     assert launch(*new, "checkpoint.dir=another", "checkpoint.resume=run/checkpoints/step-00000003") == 0
     assert [event["load"] for event in events(folder / "run", "resume")] == ["weights_only", "all", "all"]
     tuned = losses(folder / "run")

@@ -35,5 +35,5 @@ def of_family(name: str, **more: Any) -> Config:
     ids=["llama", "gpt2", "gemma2", "own", "own, that reads", "router loss"],
 )
 def test_layers_that_compile_are_counted_and_others_say_why(config: Config, answer: int | str, worker: Worker) -> None:
-    found = worker(count_programs, config)
-    assert found == answer if isinstance(answer, int) else answer in found, found
+    result = worker(count_programs, config)
+    assert result == answer if isinstance(answer, int) else answer in result, result

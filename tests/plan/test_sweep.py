@@ -156,8 +156,8 @@ def test_auto_takes_the_fastest_of_all_that_fit(rows: int | str, of_compiler: bo
         if not room:
             assert best.settings["memory.gradient_checkpointing"] == "full", limit
             continue
-        found = best.settings | ({"train.micro_batch": "2"} if rows == 2 else {})
-        assert {key: value for key, value in found.items() if not key.startswith("compile")} == min(
+        settings = best.settings | ({"train.micro_batch": "2"} if rows == 2 else {})
+        assert {key: value for key, value in settings.items() if not key.startswith("compile")} == min(
             room, key=step_seconds
         )
         assert best.settings.get("compile.enabled") == ("true" if of_compiler else None)
