@@ -12,7 +12,6 @@ from typing import Any
 import jobs
 import pytest
 import torch
-from bitsandbytes import functional as bitsandbytes
 from cases import ARCHITECTURES, Case, assemble
 from reference import reference
 from safetensors.torch import load_file
@@ -38,14 +37,16 @@ OPTIM = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
 def dequantised(weight: torch.Tensor, scheme: str) -> torch.Tensor:
     if scheme == "float32":
         return weight
+    from bitsandbytes import functional  # seconds, which a collection of tests doesn't need
+
     if scheme == "int8":
         codes, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(weight.flatten(0, -2))
         return torch.ops.bitsandbytes.int8_vectorwise_dequant(codes, scales).view_as(weight)
-    codes, state = bitsandbytes.quantize_4bit(
+    codes, state = functional.quantize_4bit(
         weight, blocksize=64, quant_type="nf4", compress_statistics=scheme == "nf4_double"
     )
     state.shape = torch.Size([weight.numel()])  # on some CPUs wrong scales are used if a row ends within a block
-    return bitsandbytes.dequantize_4bit(codes, state).view_as(weight)
+    return functional.dequantize_4bit(codes, state).view_as(weight)
 
 
 @pytest.fixture(scope="session")

@@ -90,6 +90,7 @@ def _chips(attributes: list[dict[str, Any]]) -> Any:
 
 
 @pytest.mark.xla
+@pytest.mark.proof
 @pytest.mark.parametrize(("torus", "of"), CASES)
 def test_the_curve_is_that_of_the_compilers_sums(
     torus: tuple[int, ...], of: Case, workers: GetWorkers, request: pytest.FixtureRequest

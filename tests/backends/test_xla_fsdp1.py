@@ -101,6 +101,7 @@ def _program(workers: GetWorkers, case: Case) -> dict[str, Any]:
     return workers(TWO).run(fsdp1_program, case=case)[0]
 
 
+@pytest.mark.proof
 def test_shard_grad_op_gathers_each_layer_once(workers: GetWorkers) -> None:
     full, once = (_program(workers, Case(strategy=strategy)) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"))
     # All but the last norm, the root's own, which stays until backward in any case: two layers, embedding, head.
@@ -108,6 +109,7 @@ def test_shard_grad_op_gathers_each_layer_once(workers: GetWorkers) -> None:
     assert full["reduce-scatter"] == once["reduce-scatter"] == once["all-gather"]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "settings", [{}, FROZEN, {"sharding.wrap": "NO_WRAP"}], ids=["units", "after_frozen", "layers_that_are_no_units"]
 )
@@ -117,6 +119,7 @@ def test_gradient_checkpointing_computes_again(settings: dict[str, Any], workers
     assert full["dot"] >= none["dot"] + 2 * 7  # seven weights in each of two layers
 
 
+@pytest.mark.proof
 def test_gradients_are_reduced_in_the_dtype_asked_for(workers: GetWorkers) -> None:
     for reduce, dtype in (("auto", "f32"), ("float32", "f32"), ("bfloat16", "bf16")):
         program = _program(workers, Case(compute="bfloat16", reduce=reduce))
@@ -124,6 +127,7 @@ def test_gradients_are_reduced_in_the_dtype_asked_for(workers: GetWorkers) -> No
         assert program["gathered"] == {"bf16"}
 
 
+@pytest.mark.proof
 def test_how_a_unit_is_sharded_and_how_its_collectives_are_laid_out(workers: GetWorkers) -> None:
     joined = _program(workers, Case(optim=NO_DECAY, settings=FLAT))
     assert joined["reduce-scatter"] == 5  # two layers, embedding, head, and the root

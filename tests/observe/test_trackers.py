@@ -1,6 +1,7 @@
 """`observe.trackers`: a run's metrics arrive, and a tracker that fails or hangs leaves the run as it was."""
 
 import json
+import os
 import sqlite3
 import struct
 from collections.abc import Callable
@@ -106,7 +107,8 @@ class ToTheTracker(Callback):
         self._act = act
 
     def on_start(self, start: RunStart) -> None:
-        [tracker] = [child for child in psutil.Process().children() if "portable_fsdp.report" in child.cmdline()]
+        # Not by its command line, which is empty for a moment after the start.
+        [tracker] = [child for child in psutil.Process().children() if os.getsid(child.pid) == child.pid]
         self._act(tracker)
 
 

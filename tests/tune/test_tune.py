@@ -252,7 +252,7 @@ def test_a_run_of_few_steps_of_an_own_model(tmp_path: Path, capsys: pytest.Captu
     path.write_text((EXAMPLES / "image_classifier.yaml").read_text().replace("image_classifier:", "own_images:"))
     words = [f"--config={path}", "--device=cpu", "--backend=native", "train.steps=1", "optim.warmup_steps=0"]
     words += [f"run.dir={tmp_path / 'run'}"]
-    code, shown = main([*words, "--minutes=0.5"]), capsys.readouterr()
+    code, shown = main([*words, "--minutes=0.25"]), capsys.readouterr()
     if "Give it more." in shown.err:  # a busy machine
         code, shown = main([*words, "--minutes=3"]), capsys.readouterr()
     assert code == 0
