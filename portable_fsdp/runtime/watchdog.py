@@ -202,6 +202,13 @@ def main(
 def _end(
     parent: int, state: dict[str, Any], stacks: int, folder: Path, process: int, prints: bool, began: float
 ) -> None:
+    reason = (
+        f"process {process} on {socket.gethostname()} hangs: {state['what']} takes more than {state['limit']:.0f} s"
+    )
+    if state["behind"]:
+        reason += f"; {state['behind']}"
+    # First: a process may die while it writes its stacks, and this one ends with it.
+    record_failure(folder, max(0, state["step"] - 1), f"Hung: {reason}", began, process=process)
     for number in (signal.SIGUSR2, signal.SIGCONT):  # a stopped process writes nothing
         os.kill(parent, number)
     size, deadline = -1, time.monotonic() + _STACKS_S
@@ -214,14 +221,8 @@ def _end(
         path.parent.mkdir(exist_ok=True)
         with path.open("a") as file:
             file.write(f"--- {moment} {state['what']}\n{os.pread(stacks, size, 0).decode(errors='replace')}")
-    reason = (
-        f"process {process} on {socket.gethostname()} hangs: {state['what']} takes more than {state['limit']:.0f} s"
-    )
-    if state["behind"]:
-        reason += f"; {state['behind']}"
     if prints:
         to_stderr(f"{reason}\n  (run.step_timeout_s.) The stacks of all threads are in {path}.")
-    record_failure(folder, max(0, state["step"] - 1), f"Hung: {reason}", began, process=process)
     time.sleep(_OTHERS_S if process else _FIRST_S)
     with suppress(ProcessLookupError):
         os.kill(parent, signal.SIGKILL)
