@@ -258,6 +258,7 @@ class JobFailed(Exception):
 class Workers:
     def __init__(self, group: Group) -> None:
         self._group = group
+        self._processes, self._pipes = list[Any](), list[Connection]()  # `on` shares them
         self._start()
 
     def _start(self) -> None:
@@ -266,7 +267,8 @@ class Workers:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._processes, self._pipes = [], []
+        self._processes.clear()
+        self._pipes.clear()
         for rank in range(group.processes):
             here, there = context.Pipe()
             environment = {"USE_TORCH_XLA": "0", "OMP_NUM_THREADS": "1", "GROUP_DEVICE": group.engine.device}
@@ -285,7 +287,9 @@ class Workers:
 
     def run(self, job: Callable[..., Any], **arguments: Any) -> list[Any]:
         """Run `job` in each process (or thread); return results by rank. Raises JobFailed with the first failure."""
-        if self._group.engine.compiles and any(map(_is_full, self._processes)):
+        if any(
+            not process.is_alive() or self._group.engine.compiles and _is_full(process) for process in self._processes
+        ):
             self.close()
             self._start()
         for pipe in self._pipes:
