@@ -288,7 +288,7 @@ class Workers:
     def run(self, job: Callable[..., Any], **arguments: Any) -> list[Any]:
         """Run `job` in each process (or thread); return results by rank. Raises JobFailed with the first failure."""
         if any(
-            not process.is_alive() or self._group.engine.compiles and _is_full(process) for process in self._processes
+            not process.is_alive() or (self._group.engine.compiles and _is_full(process)) for process in self._processes
         ):
             self.close()
             self._start()
