@@ -14,7 +14,6 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +32,7 @@ from plain_backend import (
     snapshot,
     with_random_state,
 )
-from s3_server import BUCKET, Fault, Faults, s3_server
+from s3_server import BUCKET, Fault, Faults
 from torch import nn
 
 from portable_fsdp.checkpoint import commit
@@ -59,7 +58,7 @@ Fresh = Callable[[str], Path]
 """Makes a folder of checkpoints in a `folder` or a `store`, alike each time."""
 
 
-def dies(real: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def dies(*_: Any, **__: Any) -> Any:
     raise Killed
 
 
@@ -69,33 +68,30 @@ def dies_in_the_middle(real: Callable[..., int], descriptor: int, data: memoryvi
 
 
 def fails(number: int) -> Callable[..., Any]:
-    def instead(real: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def instead(*_: Any, **__: Any) -> Any:
         raise OSError(number, os.strerror(number))
 
     return instead
 
 
-def does_nothing(real: Callable[..., Any], *arguments: Any, **named: Any) -> int:
+def does_nothing(*_: Any, **__: Any) -> int:
     return 0
 
 
-def writes_less(real: Callable[..., int], descriptor: int, data: memoryview) -> int:
-    return real(descriptor, data[: max(len(data) // 3, 1)])
-
-
-def reads_less(real: Callable[..., int], descriptor: int, buffers: list[memoryview], start: int) -> int:
-    return real(descriptor, [buffers[0][: max(len(buffers[0]) // 3, 1)]], start)
+def third(data: memoryview) -> memoryview:
+    return data[: max(len(data) // 3, 1)]
 
 
 DEATH = Flaw((*IN_FOLDERS, *IN_STORES), dies)
 DEATHS = (DEATH, Flaw(("write",), dies_in_the_middle))
 EIO = Flaw((*set(IN_FOLDERS) - {"remove"}, *IN_STORES), fails(errno.EIO))
 A_FULL_DISK = Flaw(("open", "write", "mkdir", "replace", "fsync"), fails(errno.ENOSPC))
-A_SHORT_WRITE = Flaw(("write",), writes_less)
+A_SHORT_WRITE = Flaw(("write",), lambda real, file, data: real(file, third(data)))
 A_LOST_RENAME = Flaw(("replace", "rename"), does_nothing)
 OF_SAVES = {"folder": (*DEATHS, A_FULL_DISK, EIO, A_SHORT_WRITE, A_LOST_RENAME), "store": (DEATH, EIO)}
 EIO_OF_READS = Flaw(READS, fails(errno.EIO))
-A_SHORT_READ, AN_EARLY_END = Flaw(("preadv",), reads_less), Flaw(("preadv",), does_nothing)
+A_SHORT_READ = Flaw(("preadv",), lambda real, file, buffers, start: real(file, [third(buffers[0])], start))
+AN_EARLY_END = Flaw(("preadv",), does_nothing)
 OF_LOADS = {"folder": (EIO_OF_READS, A_SHORT_READ, AN_EARLY_END), "store": (EIO_OF_READS,)}
 
 
@@ -172,11 +168,9 @@ def others(folder: Path) -> dict[str, bytes]:
 
 def has_committed(injection: Injection, folder: Path) -> bool:
     """By an upload of the manifest, or a rename."""
-    if store_of(folder).is_local:
-        renamed = (str(done.arguments[1]) for done in injection.done if done.name == "rename")
-        return any(name.endswith("step-00000002") for name in renamed)
-    uploaded = (done.arguments[0].path for done in injection.done if done.name == "upload")
-    return any(name.endswith("step-00000002/manifest.json") for name in uploaded)
+    name, end = ("rename", "step-00000002") if store_of(folder).is_local else ("upload", "step-00000002/manifest.json")
+    targets = (done.arguments[-1] for done in injection.done if done.name == name)
+    return any(str(getattr(target, "path", target)).endswith(end) for target in targets)
 
 
 def expect_loaded(folder: Path, allowed: Collection[int], where: object) -> int:
@@ -245,10 +239,8 @@ class Ordered(Injection):
         self.events: list[tuple[str, str, str]] = []
 
     def call(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if name in ("write", "fsync"):
-            self.events.append((name, os.readlink(f"/proc/self/fd/{arguments[0]}"), ""))
-        else:
-            self.events.append((name, str(arguments[0]), str(arguments[1]) if name in ("replace", "rename") else ""))
+        first = os.readlink(f"/proc/self/fd/{arguments[0]}") if name in ("write", "fsync") else str(arguments[0])
+        self.events.append((name, first, str(arguments[1]) if name in ("replace", "rename") else ""))
         return super().call(name, real, arguments, named)
 
 
@@ -432,53 +424,40 @@ def test_what_says_nothing_of_the_content_is_no_damage(
 # -------------------------------------------------------------------------------------------------------------- in S3
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Faults]:
-    with s3_server() as faults:
-        yield faults
-
-
-def save_faults() -> Iterator[Fault]:
-    for what in (500, 503):
-        for times in (1, 10**9):
-            yield from (Fault("PUT", "", what, times, skip) for skip in range(8))
-            yield Fault("HEAD", "step-00000002", what, times)
-            yield from (Fault("GET", part, what, times) for part in ("list-type", "index-"))
-            yield Fault("POST", "delete", what, times)
-
-
-def load_faults() -> Iterator[Fault]:
-    for times in (1, 10**9):
-        for what in (500, 503, 403, "cut"):
-            yield from (Fault("GET", "step-0000000", what, times, skip) for skip in range(16))
-            yield Fault("HEAD", "step-0000000", what, times, 15)
-            yield Fault("GET", "list-type", what, times)
-        # While it is verified; a bit that flips on the way later, no hash sees (https does).
-        yield from (Fault("GET", ".safetensors", "flip", times, skip) for skip in range(4))
-    yield Fault("GET", "manifest.json", "flip")
+ERRORS = (500, 503)
+READ_ERRORS = (*ERRORS, 403, "cut")
+S3_FAULTS: list[tuple[bool, str, str, Iterable[int | str], Iterable[int]]] = [
+    (False, "PUT", "", ERRORS, range(8)),
+    *((False, *request, ERRORS, [0]) for request in (("HEAD", "step-00000002"), ("GET", "list-type"))),
+    *((False, *request, ERRORS, [0]) for request in (("GET", "index-"), ("POST", "delete"))),
+    (True, "GET", "step-0000000", READ_ERRORS, range(16)),
+    (True, "HEAD", "step-0000000", READ_ERRORS, [15]),
+    (True, "GET", "list-type", READ_ERRORS, [0]),
+    # While it is verified; a bit that flips on the way later, no hash sees (https does).
+    (True, "GET", ".safetensors", ["flip"], range(4)),
+    (True, "GET", "manifest.json", ["flip"], [0]),
+]
+"""Whether it is in a load (else in a save), the request, what the server does, and after how many such requests."""
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(3600)
 def test_every_fault_of_s3(server: Faults) -> None:
-    def struck_by(fault: Fault, work: Callable[[], list[Any]]) -> list[Any]:
-        server.rules = [fault]
-        results = work()
-        server.rules = []
-        return results
-
-    hits = 0
-    for number, fault in enumerate(save_faults()):
-        folder, where = locate(f"s3://{BUCKET}/{uuid.uuid4().hex}"), vars(fault)
-        save(folder, 1)
-        results = struck_by(fault, partial(save_with, folder, Injection(), 1, is_async=number % 2 == 1))
-        expect_loaded(folder, {2} if expect_one_verdict(results, where) else {1, 2}, where)
-        hits += fault.hits > 0
-    folder = locate(f"s3://{BUCKET}/{uuid.uuid4().hex}")
-    save(folder, 1, 2)
-    for fault in load_faults():
-        results = struck_by(fault, partial(find_and_load, folder, 1, Injection()))
-        expect_no_wrong_load(results, vars(fault), may_be_older=fault.what == "flip")
-        hits += fault.hits > 0
+    whole, hits = locate(f"s3://{BUCKET}/{uuid.uuid4().hex}"), 0
+    save(whole, 1, 2)
+    for (in_load, method, part, whats, skips), times in itertools.product(S3_FAULTS, (1, 10**9)):
+        for number, (what, skip) in enumerate(itertools.product(whats, skips)):
+            folder = whole if in_load else locate(f"s3://{BUCKET}/{uuid.uuid4().hex}")
+            if not in_load:
+                save(folder, 1)
+            server.rules = [fault := Fault(method, part, what, times, skip)]
+            no_flaw = Injection()
+            results = find_and_load(folder, 1, no_flaw) if in_load else save_with(folder, no_flaw, 1, number % 2 == 1)
+            server.rules = []
+            if in_load:
+                expect_no_wrong_load(results, vars(fault), may_be_older=what == "flip")
+            else:
+                expect_loaded(folder, {2} if expect_one_verdict(results, vars(fault)) else {1, 2}, vars(fault))
+            hits += fault.hits > 0
     assert hits >= 150
-    assert find_and_load(folder, 1, Injection()) == [(2, True)]
+    assert find_and_load(whole, 1, Injection()) == [(2, True)]

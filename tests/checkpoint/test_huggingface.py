@@ -3,10 +3,12 @@
 import errno
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -102,7 +104,7 @@ def test_an_export_has_the_requested_dtype_in_files_of_the_requested_size(
     assert count > 3
     assert shards == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     assert sorted(set(index["weight_map"].values())) == shards
-    sizes = dict.fromkeys(shards, 0)
+    sizes = Counter[str]()
     for key, shard in index["weight_map"].items():
         sizes[shard] += expected[key].nbytes
     assert max(sizes.values()) <= 3000
@@ -128,9 +130,6 @@ def test_a_complete_export_replaces_an_earlier_one(
     export_llama(llama, folder)
     newer = save_llama(tmp_path, seed=1, step=2)
 
-    def fail(_: Path) -> None:
-        raise OSError("disk full")
-
     def full(self: Path, target: Path) -> Path:
         if self.suffix == ".unfinished" and self.is_dir():
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -138,7 +137,7 @@ def test_a_complete_export_replaces_an_earlier_one(
 
     rename = Path.rename
     with pytest.raises(OSError, match="disk full"):
-        export_llama(newer, folder, fail)
+        export_llama(newer, folder, Mock(side_effect=OSError("disk full")))
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", full)
         with pytest.raises(OSError, match="No space left"):
@@ -151,42 +150,39 @@ def test_a_complete_export_replaces_an_earlier_one(
     assert names(tmp_path) == ["checkpoints", "export"]
 
 
-@pytest.mark.parametrize(
-    ("damage", "problem"),
-    [
-        (lambda folder: flip_last_byte(folder / "model.safetensors"), "model.safetensors: damaged: the export wrote "),
-        (lambda folder: flip_last_byte(folder / "generation_config.json"), "generation_config.json: damaged"),
-        (lambda folder: flip_last_byte(folder / "tokenizer.json"), "tokenizer.json: damaged"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
-        (lambda folder: (folder / "model-2.safetensors").touch(), r"model-2\.safetensors is not a file of the export"),
-        (lambda folder: (folder / "portable_fsdp.json").write_text('{"hashes": 3, "files": []}'), "portable_fsdp.json"),
-        (lambda folder: (folder / "portable_fsdp.json").write_text("{"), "portable_fsdp.json"),
-        (lambda folder: (folder / "README.md").write_text("Mine."), None),
-        (lambda folder: (folder / "portable_fsdp.json").unlink(), None),
-    ],
-)
+DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
+    ("model.safetensors", flip_last_byte, "model.safetensors: damaged: the export wrote "),
+    ("generation_config.json", flip_last_byte, "generation_config.json: damaged"),
+    ("tokenizer.json", flip_last_byte, "tokenizer.json: damaged"),
+    ("tokenizer.json", Path.unlink, "tokenizer.json"),
+    ("model-2.safetensors", Path.touch, r"model-2\.safetensors is not a file of the export"),
+    ("portable_fsdp.json", lambda file: file.write_text('{"hashes": 3, "files": []}'), "portable_fsdp.json"),
+    ("portable_fsdp.json", lambda file: file.write_text("{"), "portable_fsdp.json"),
+    ("README.md", lambda file: file.write_text("Mine."), ""),
+    ("portable_fsdp.json", Path.unlink, ""),
+]
+"""The file, what happens to it, and the error, if it is one."""
+
+
+@pytest.mark.parametrize(("file", "damage", "problem"), DAMAGE)
 def test_a_damaged_export_is_refused_wherever_it_is_opened(
-    tmp_path: Path, llama: Path, damage: Callable[[Path], object], problem: str | None
+    tmp_path: Path, llama: Path, file: str, damage: Callable[[Path], object], problem: str
 ) -> None:
     """Protects a model from a bit that flipped while it lay on disk or was copied."""
-    folder, tokenizer = tmp_path / "export", ByteTokenizer()
-    export_llama(llama, folder, tokenizer.save)
+    folder = tmp_path / "export"
+    export_llama(llama, folder, ByteTokenizer().save)
     assert require_as_exported(folder)
-    damage(folder)
+    damage(folder / file)
     config = Config(model=Model(pretrained=str(folder)), train=Train(steps=1, global_batch=1))
-    unchecked = config.model_copy(update={"checkpoint": Checkpoint(verify="off")})
     opens: list[Callable[[], object]] = [
         lambda: list(sample(folder, "\1", count=1, tokens=1, temperature=0, seed=0)),
         lambda: require_intact(config, PlainBackend()),
         lambda: import_checkpoint(folder, tmp_path / "imported"),
     ]
     for open_export in opens:
-        if problem is None:
+        with pytest.raises((ConfigError, CheckpointError), match=problem) if problem else nullcontext():
             open_export()
-            continue
-        with pytest.raises((ConfigError, CheckpointError), match=problem):
-            open_export()
-    require_intact(unchecked, PlainBackend())
+    require_intact(config.model_copy(update={"checkpoint": Checkpoint(verify="off")}), PlainBackend())
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path, llama: Path) -> None:
@@ -236,26 +232,22 @@ def test_two_exports_at_once_never_mix(tmp_path: Path, llama: Path, caplog: pyte
     (tmp_path / ".export.0123abcd.unfinished").mkdir()
     (tmp_path / ".export.b.0123abcd.unfinished").mkdir()  # of an export to export.b
     export_llama(llama, folder)
-    assert [record.message.split(":")[0] for record in caplog.records] == [
-        str(tmp_path / ".export.0123abcd.unfinished")
-    ]
-    assert (tmp_path / ".export.0123abcd.unfinished").exists()
+    unfinished = tmp_path / ".export.0123abcd.unfinished"
+    assert [record.message.split(":")[0] for record in caplog.records] == [str(unfinished)]
+    assert unfinished.exists()
 
 
-def test_a_damaged_model_is_not_exported(tmp_path: Path, llama: Path) -> None:
+def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path, llama: Path) -> None:
+    """A damaged model, and models that transformers doesn't know."""
     flip_last_byte(sorted((llama / "model").iterdir())[1])
-    with pytest.raises(CheckpointError, match="xxh3_128"):
-        export_llama(llama, tmp_path / "export")
-    assert not (tmp_path / "export").exists()
-
-
-def test_a_model_that_transformers_does_not_know(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
+    sources, model = [(llama, "xxh3_128")], build(MODELS["llama"])
     for number, config in enumerate((None, {"model_type": "no_such_model"}, {})):
-        opened = checkpoints(tmp_path / str(number), PlainBackend(), model_config=config)
-        path = opened.save(1, model, torch.optim.SGD(model.parameters()), (0, 0))
-        with pytest.raises(CheckpointError, match=r"checkpoint step-00000001: .*model_config"):
-            export_llama(path, tmp_path / "export")
+        path = save(tmp_path / str(number), model, step=1, model_config=config)
+        sources.append((path, r"checkpoint step-00000001: .*model_config"))
+    for source, message in sources:
+        with pytest.raises(CheckpointError, match=message):
+            export_llama(source, tmp_path / "export")
+        assert not (tmp_path / "export").exists()
 
 
 def test_an_interrupted_file_leaves_nothing(tmp_path: Path) -> None:
@@ -311,49 +303,37 @@ def test_tied_weights_that_stand_twice_must_be_equal(tmp_path: Path) -> None:
 def test_other_tensors_are_left_out_and_missing_or_misshapen_ones_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = build(MODELS["llama"])
+    model, norm = build(MODELS["llama"]), "model.norm.weight"
     model.save_pretrained(tmp_path / "hub")
-    stored = load_file(tmp_path / "hub" / "model.safetensors")
-    save_file({**stored, "rotary.inv_freq": torch.ones(2)}, tmp_path / "hub" / "model.safetensors")
+    file = tmp_path / "hub" / "model.safetensors"
+    stored = load_file(file)
+    save_file({**stored, "rotary.inv_freq": torch.ones(2)}, file)
     assert_same(tensors_in(import_checkpoint(tmp_path / "hub", tmp_path / "run")), weights(model))
     assert "ignoring 1 tensors that are not the model's: rotary.inv_freq" in caplog.text
-    del stored["model.norm.weight"]
-    save_file(stored, tmp_path / "hub" / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"the source lacks model.norm.weight"):
-        import_checkpoint(tmp_path / "hub", tmp_path / "other")
-    save_file({**stored, "model.norm.weight": torch.ones(3)}, tmp_path / "hub" / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model.norm.weight: expected \[16\] .* found \[3\]"):
-        import_checkpoint(tmp_path / "hub", tmp_path / "other")
+    del stored[norm]
+    for more, message in (
+        ({}, r"the source lacks model.norm.weight"),
+        ({norm: torch.ones(3)}, r"model.norm.weight: expected \[16\] .* found \[3\]"),
+    ):
+        save_file({**stored, **more}, file)
+        with pytest.raises(CheckpointError, match=message):
+            import_checkpoint(tmp_path / "hub", tmp_path / "other")
 
 
-def test_a_state_dict_of_a_tied_model_is_loaded(tmp_path: Path) -> None:
+def test_a_tied_model_is_loaded_from_an_export_and_from_state_dicts(tmp_path: Path) -> None:
     """Without a model's config the import can't know which weights are tied."""
     model, ties = build(TIED), {"lm_head.weight": "model.embed_tokens.weight"}
     both = model.state_dict()
     assert both.keys() > ties.keys()
-    different = both | {"lm_head.weight": both["lm_head.weight"] + 1}
-    for name, state in {
-        "both": both,
-        "one": {k: v for k, v in both.items() if k not in ties},
-        "other": different,
-    }.items():
-        torch.save(state, tmp_path / f"{name}.pt")
-        path = import_checkpoint(tmp_path / f"{name}.pt", tmp_path / name)
-        other = build(TIED, seed=1)
-        new = checkpoints(tmp_path / f"new {name}", PlainBackend(), {"load": "weights_only"}, ties=ties)
-        with pytest.raises(CheckpointError, match=r"lm_head.weight +tied to") if name == "other" else nullcontext():
-            load(new, other, torch.optim.AdamW(other.parameters()), str(path))
+    export_llama(save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()), ties=ties), tmp_path / "hub")
+    torch.save(both, tmp_path / "both.pt")
+    torch.save({key: tensor for key, tensor in both.items() if key not in ties}, tmp_path / "one.pt")
+    torch.save(both | {"lm_head.weight": both["lm_head.weight"] + 1}, tmp_path / "other.pt")
+    for source in ("hub", "both.pt", "one.pt", "other.pt"):
+        path = import_checkpoint(tmp_path / source, tmp_path / f"{source} in")
+        other, config = build(TIED, seed=1), model.config.to_dict() if source == "hub" else None
+        settings = {"load": "weights_only"}
+        new = checkpoints(tmp_path / f"new {source}", PlainBackend(), settings, model_config=config, ties=ties)
+        with pytest.raises(CheckpointError, match=r"lm_head.weight +tied") if source == "other.pt" else nullcontext():
+            assert load(new, other, torch.optim.AdamW(other.parameters()), str(path)).weights_only
             assert_same(weights(other), weights(model))
-
-
-def test_a_tied_model_goes_out_and_in_and_is_loaded(tmp_path: Path) -> None:
-    model, ties = build(TIED), {"lm_head.weight": "model.embed_tokens.weight"}
-    path = save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()), ties=ties)
-    export_llama(path, tmp_path / "hub")
-    back = import_checkpoint(tmp_path / "hub", tmp_path / "back")
-
-    other, config = build(TIED, seed=1), model.config.to_dict()
-    new = checkpoints(tmp_path / "new", PlainBackend(), {"load": "weights_only"}, model_config=config, ties=ties)
-    resumed = load(new, other, torch.optim.AdamW(other.parameters()), str(back))
-    assert resumed.weights_only
-    assert_same(weights(other), weights(model))

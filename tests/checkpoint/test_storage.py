@@ -14,7 +14,6 @@ from fsspec.config import conf
 from fsspec.implementations.memory import MemoryFileSystem
 from in_stores import at, expect_loaded, opened, save
 from plain_backend import PlainBackend, checkpoints, refused, small_model
-from s3_server import Faults, s3_server
 from s3fs import S3FileSystem
 
 from portable_fsdp.checkpoint import commit
@@ -118,12 +117,6 @@ def test_commands_take_urls(url: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 # ----------------------------------------------------------------------------------------------------------------- S3
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Faults]:
-    with s3_server() as faults:
-        yield faults
 
 
 @pytest.mark.proof
