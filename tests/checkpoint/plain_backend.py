@@ -126,6 +126,14 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Random bits (NaNs of every kind among the floats); 0 and 1 for bool."""
+    generator = torch.Generator().manual_seed(seed)
+    limit = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, limit, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).reshape(shape)
+
+
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
     """The bits of every tensor."""
     return {key: bits(tensor) for key, tensor in named_tensors(model, optimizer).items()}

@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,25 +219,49 @@ def grow(metadata: Any) -> None:
     tensor.size = tensor.chunks[0].sizes = torch.Size([2**50, 4])
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (place(relative_path="../../../etc/passwd"), "expected the plain name"),
-        (place(relative_path="/etc/passwd"), "expected the plain name"),
-        (place(relative_path="missing.distcp"), "no such file"),
-        (place(offset=2**62), "expected __0_0.distcp to hold"),
-        (place(offset=-1), "expected offset and length"),
-        (place(length=60), "PytorchStreamReader failed"),
-        (place(transform_descriptors=["zstd"]), "transformed by"),
-        (grow, r"expected its chunk at \[0, 0\] to take 18,014,398,509,481,984 bytes"),
-    ],
-)
+LIES: list[tuple[Callable[[Any], Any], str]] = [
+    (place(relative_path="../../../etc/passwd"), "expected the plain name"),
+    (place(relative_path="/etc/passwd"), "expected the plain name"),
+    (place(relative_path="missing.distcp"), "no such file"),
+    (place(offset=2**62), "expected __0_0.distcp to hold"),
+    (place(offset=-1), "expected offset and length"),
+    (place(length=60), "PytorchStreamReader failed"),
+    (place(transform_descriptors=["zstd"]), "transformed by"),
+    (grow, r"expected its chunk at \[0, 0\] to take 18,014,398,509,481,984 bytes"),
+]
+
+
+@pytest.mark.parametrize(("change", "match"), LIES)
 def test_metadata_that_lies_is_refused(tmp_path: Path, dcp: Path, change: Callable[[Any], Any], match: str) -> None:
     edit_metadata(dcp, change)
     refused(dcp, tmp_path, match, trust_metadata=True)
 
 
-# --------------------------------------------------------------------------------------------------------- torch files
+# ----------------------------------------------------------------------------------------------- GGUF and torch files
+
+
+def test_other_architectures_and_tensors_of_gguf_are_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, build(WIDE), architecture="mamba")
+    refused(file, tmp_path, r"expected an architecture of llama, .*; found mamba")
+    write_gguf(file, build(WIDE))
+    file.write_bytes(file.read_bytes().replace(b"output_norm.weight", b"rope_freqsX.weight"))
+    refused(file, tmp_path, r"rope_freqsX\.weight")
+
+
+def test_absurd_lengths_in_gguf_are_refused(tmp_path: Path) -> None:
+    for content in (
+        b"",
+        struct.pack("<IQQ", 3, 0, 0),
+        struct.pack("<IQQ", 3, 2**63, 2**63),
+        struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 2**62),
+        struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 4, 2**62),
+        struct.pack("<IQQQ", 3, 1, 0, 1) + b"a" + struct.pack("<IQIQ", 1, 2**62, 0, 0),
+        struct.pack("<IQQQ", 3, 1, 0, 1) + b"a" + struct.pack("<I", 2**31),
+        struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<II", 9, 9) + bytes(64),
+    ):
+        (tmp_path / "m.gguf").write_bytes(b"GGUF" + content)
+        refused(tmp_path / "m.gguf", tmp_path, r"m\.gguf")
 
 
 def test_other_torch_files_are_refused(tmp_path: Path) -> None:
@@ -260,33 +285,29 @@ def test_other_torch_files_are_refused(tmp_path: Path) -> None:
 def damaged(raw: bytes, end: int, seed: int) -> bytes:
     """One byte before `end` changed, a stretch of them changed, or the end cut off."""
     dice = random.Random(seed)
-    at = dice.randrange(end)
-    kind = dice.randrange(3)
+    at, kind = dice.randrange(end), dice.randrange(3)
     if kind == 2:
         return raw[:at]
     length = 1 if kind == 0 else dice.randrange(1, 9)
     return raw[:at] + dice.randbytes(length) + raw[at + length :]
 
 
-def write_victims(folder: Path) -> dict[str, tuple[Path, Path]]:
-    """Format -> what is imported, and the file of it that is damaged."""
-    write_gguf(folder / "m.gguf", build(WIDE))
-    tensors = {"a.weight": torch.randn(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)}
-    save_file(tensors, folder / "m.safetensors")
-    torch.save(tensors, folder / "m.pt")
-    dcp_save({"model": tensors, "optimizer": {"state": {"b": {"exp_avg": torch.ones(2)}}}, "lr": 1.0}, folder / "dcp")
-    return {
-        "safetensors": (folder / "m.safetensors", folder / "m.safetensors"),
-        "torch": (folder / "m.pt", folder / "m.pt"),
-        "dcp": (folder / "dcp", folder / "dcp" / ".metadata"),
-        "gguf": (folder / "m.gguf", folder / "m.gguf"),
-    }
+TENSORS = {"a.weight": torch.randn(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)}
+STATE = {"model": TENSORS, "optimizer": {"state": {"b": {"exp_avg": torch.ones(2)}}}, "lr": 1.0}
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "safetensors": partial(save_file, TENSORS),
+    "torch": partial(torch.save, TENSORS),
+    "dcp": partial(dcp_save, STATE),
+    "gguf": lambda path: write_gguf(path, build(WIDE)),
+}
 
 
-@pytest.mark.parametrize("name", ["safetensors", "torch", "dcp", "gguf"])
+@pytest.mark.parametrize("name", WRITERS)
 def test_damage_is_refused_or_harmless_but_never_a_crash(tmp_path: Path, name: str) -> None:
     """These formats have no hashes: damaged data can look right. Damage of the structure must be refused."""
-    source, victim = write_victims(tmp_path)[name]
+    source = tmp_path / f"m.{name}"
+    WRITERS[name](source)
+    victim = source / ".metadata" if name == "dcp" else source
     raw = victim.read_bytes()
     end = raw.index(b"output_norm.weight") + 64 if name == "gguf" else len(raw)  # of the structure
     refusals = 0

@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from plain_backend import PlainBackend, bits, flip_last_byte, named_tensors, save_once, small_model, what_is_written
+from plain_backend import (
+    PlainBackend,
+    bits,
+    flip_last_byte,
+    named_tensors,
+    random_tensor,
+    save_once,
+    small_model,
+    what_is_written,
+)
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -25,7 +34,6 @@ from portable_fsdp.backends.contract import Partition, Piece, TensorState
 from portable_fsdp.checkpoint import commit, manifests
 from portable_fsdp.checkpoint.commit import Index, merge
 from portable_fsdp.checkpoint.manifests import (
-    DTYPE_BYTES,
     DataPosition,
     FileEntry,
     Manifest,
@@ -99,34 +107,20 @@ def test_a_manifest_is_written_as_people_and_programs_read_it(tmp_path: Path) ->
     assert manifests.read_manifest(tmp_path) == small()
 
 
-LEFT_OUT = TensorEntry(shape=(3, 2), dtype="bfloat16")
-BASE: dict[str, Any] = {"pretrained": "org/name", "gguf_file": None, "fingerprint": HASH}
+def test_a_base_holds_weights_without_pieces_alone_which_may_be_tied(tmp_path: Path) -> None:
+    def with_base(key: str, tensor: TensorEntry, **changes: Any) -> Manifest:
+        base = manifests.BaseFingerprint(pretrained="org/name", gguf_file=None, fingerprint=HASH, tensors={key: tensor})
+        return small().model_copy(update={"base": base, **changes})
 
-
-def test_what_a_base_holds_is_read_back_and_may_be_tied(tmp_path: Path) -> None:
-    whole = small().model_copy(
-        update={"base": manifests.BaseFingerprint(**BASE, tensors={"b": LEFT_OUT}), "ties": {"v": "b"}}
-    )
-    text = manifests.manifest_text(whole)
-    (tmp_path / "manifest.json").write_text(text)
+    left_out = TensorEntry(shape=(3, 2), dtype="bfloat16")
+    whole = with_base("b", left_out, ties={"v": "b"})
+    (tmp_path / "manifest.json").write_text(manifests.manifest_text(whole))
     assert manifests.read_manifest(tmp_path) == whole
-    assert whole.left_out == {"b": LEFT_OUT}
-
-
-@pytest.mark.parametrize(
-    ("key", "changes"),
-    [
-        ("w", {}),  # stored too
-        ("exp_avg/b", {}),
-        ("b", {"files": [0], "offsets": [0, 0], "sizes": [3, 2]}),
-        ("b", {"dtype": "bfloat17"}),
-    ],
-)
-def test_a_base_of_anything_but_weights_without_pieces_is_refused(key: str, changes: dict[str, Any]) -> None:
-    tensors = {key: LEFT_OUT.model_copy(update=changes)}
-    wrong = small().model_copy(update={"base": manifests.BaseFingerprint(**BASE, tensors=tensors)})
-    with pytest.raises(CheckpointError, match=rf"manifest.json: {key}: expected "):
-        manifests.check_manifest(wrong, "wrong")
+    assert whole.left_out == {"b": left_out}
+    in_pieces: dict[str, Any] = {"files": [0], "offsets": [0, 0], "sizes": [3, 2]}
+    for key, changes in (("w", {}), ("exp_avg/b", {}), ("b", in_pieces), ("b", {"dtype": "bfloat17"})):  # w: stored too
+        with pytest.raises(CheckpointError, match=rf"manifest.json: {key}: expected "):
+            manifests.check_manifest(with_base(key, left_out.model_copy(update=changes)), "wrong")
 
 
 def random_cut(rng: random.Random, shape: tuple[int, ...], offset: tuple[int, ...]) -> list[tuple[Any, Any]]:
@@ -224,17 +218,15 @@ def test_processes_with_different_models_are_refused() -> None:
 # -------------------------------------------------------------------------------------------------------------- tensors
 
 
-def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Random bits (NaNs of every kind among the floats); 0 and 1 for bool."""
-    generator = torch.Generator().manual_seed(seed)
-    limit = 2 if dtype == torch.bool else 256
-    raw = torch.randint(0, limit, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
-    return raw.view(dtype).reshape(shape)
-
-
 def whole(tensor: Tensor) -> TensorState:
     """Of a process that holds all of it."""
     return TensorState(tuple(tensor.shape), tensor.dtype, lambda: [Piece((0,) * tensor.dim(), tensor)])
+
+
+def by_rows(tensor: Tensor, rows: int) -> list[dict[str, TensorState]]:
+    """Of processes that hold so many rows each."""
+    pieces = [Piece((start, 0), tensor[start : start + rows]) for start in range(0, len(tensor), rows)]
+    return [{"w": TensorState(tuple(tensor.shape), tensor.dtype, partial(list, [piece]))} for piece in pieces]
 
 
 def store(folder: Path, parts: list[dict[str, TensorState]]) -> Path:
@@ -248,20 +240,6 @@ def store(folder: Path, parts: list[dict[str, TensorState]]) -> Path:
     manifest = new_manifest("d", "b", 1, **fields, files=files, tensors=tensors)
     (folder / "manifest.json").write_text(manifest_text(manifest))
     return folder
-
-
-@pytest.mark.parametrize("dtype", DTYPE_BYTES)
-def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path, dtype: str) -> None:
-    shapes = {"matrix": (5, 3), "scalar": (), "exp_avg/vector": (7,), "empty": (0, 4), "cube": (2, 3, 4)}
-    tensors = {key: random_tensor(shape, getattr(torch, dtype), 1) for key, shape in shapes.items()}
-    assert all(tensor.dtype.itemsize == DTYPE_BYTES[dtype] for tensor in tensors.values())
-    state = {key: whole(tensor) for key, tensor in tensors.items()}
-    with Reader(store(tmp_path / "c", [state])) as reader:
-        reader.verify(Partition(0, 1))
-        reader.check(state, {})
-        for key, tensor in tensors.items():
-            actual = reader.read(key, tuple(slice(0, size) for size in tensor.shape))
-            assert (actual.dtype, actual.shape, bits(actual)) == (tensor.dtype, tensor.shape, bits(tensor))
 
 
 def test_slices_are_assembled_from_pieces_of_any_cut(tmp_path: Path) -> None:
@@ -290,9 +268,7 @@ def test_slices_are_assembled_from_pieces_of_any_cut(tmp_path: Path) -> None:
 
 def test_only_files_that_hold_the_slice_are_opened(tmp_path: Path) -> None:
     tensor = random_tensor((6, 2), torch.float32, 3)
-    pieces = [Piece((i, 0), tensor[i : i + 2]) for i in (0, 2, 4)]
-    parts = [{"w": TensorState((6, 2), tensor.dtype, partial(list, [piece]))} for piece in pieces]
-    folder = store(tmp_path / "c", parts)
+    folder = store(tmp_path / "c", by_rows(tensor, 2))
     (folder / "model" / "shard-00002-00.safetensors").unlink()
     with Reader(folder) as reader:
         assert bits(reader.read("w", (slice(0, 4), slice(0, 2)))) == bits(tensor[:4])
@@ -391,10 +367,7 @@ def test_the_example_reads_with_neither_torch_nor_this_package(tmp_path: Path) -
 def test_few_files_are_open_at_a_time_however_many_there_are(tmp_path: Path) -> None:
     """A process may often open 1,024; a checkpoint of 512 processes has as many."""
     tensor = random_tensor((200, 3), torch.float32, 6)
-    pieces = [Piece((row, 0), tensor[row : row + 1]) for row in range(200)]
-    folder = store(
-        tmp_path / "c", [{"w": TensorState((200, 3), torch.float32, partial(list, [one]))} for one in pieces]
-    )
+    folder = store(tmp_path / "c", by_rows(tensor, 1))
     before = len(list(Path("/proc/self/fd").iterdir()))
     with Reader(folder) as reader:
         reader.verify(Partition(0, 1))

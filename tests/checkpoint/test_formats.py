@@ -1,21 +1,37 @@
 """Other formats, out and in: other tools' own libraries write what we read, and read what we write."""
 
+import itertools
 import json
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 import uuid
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from foreign_models import MODELS, SMALL, TIED, assert_same, build, dcp_save, export, save, tensors_in, trained, weights
-from plain_backend import PlainBackend, checkpoints, named_tensors, small_model
-from safetensors.torch import load_file, save_file
+from foreign_models import (
+    GGML,
+    MODELS,
+    SMALL,
+    TIED,
+    WIDE,
+    assert_same,
+    build,
+    dcp_save,
+    export,
+    save,
+    tensors_in,
+    trained,
+    weights,
+    write_gguf,
+)
+from plain_backend import PlainBackend, bits, checkpoints, named_tensors, random_tensor, small_model
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
@@ -24,7 +40,7 @@ from transformers import AutoModelForCausalLM
 
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.__main__ import main
-from portable_fsdp.checkpoint.manifests import IMPORTED, Manifest
+from portable_fsdp.checkpoint.manifests import DTYPE_BYTES, IMPORTED, Manifest
 from portable_fsdp.checkpoint.storage import locate, store_of
 from portable_fsdp.formats.importing import detect, import_checkpoint
 from portable_fsdp.runtime.errors import CheckpointError
@@ -80,35 +96,27 @@ def test_an_import_converts_weights_but_not_the_optimizer(tmp_path: Path) -> Non
     assert_same(tensors_in(back), rounded)
 
 
-def dcp_layouts(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """State dicts as they are saved in the wild, by the subfolder of each."""
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    weights, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
-    torchtitan = {
-        **weights,
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=flat),
-        "train_state": {"step": torch.tensor(12), "ntokens_seen": torch.tensor(5)},
-        "lr_scheduler": {"last_epoch": 3},
-    }
-    return {
-        "nested": {"": {"model": weights, "optimizer": state, "lr": 0.1}},
-        "torchtitan": {"": torchtitan},
-        "optim": {"": {"model": weights, "optim": state, "step": torch.tensor(12)}},
-        "accelerate": {"pytorch_model_fsdp_0": {"model": weights}, "optimizer_0": {"optimizer": state}},
-    }
-
-
-@pytest.mark.parametrize("layout", ["nested", "torchtitan", "optim", "accelerate"])
 @UNTIED_OR_TIED
-def test_a_folder_of_dcp_save_is_imported(tmp_path: Path, architecture: dict[str, Any], layout: str) -> None:
+def test_folders_of_dcp_save_are_imported(tmp_path: Path, architecture: dict[str, Any]) -> None:
+    """State dicts as they are saved in the wild: nested; torchtitan's; with a step; accelerate's, in two folders."""
     model, optimizer = trained(architecture)
     model.config.save_pretrained(tmp_path / "config")
-    for folder, state in dcp_layouts(model, optimizer)[layout].items():
-        dcp_save(state, tmp_path / "dcp" / folder)
-    assert detect(tmp_path / "dcp") == "dcp"
-    path = import_checkpoint(tmp_path / "dcp", tmp_path / "run", config=tmp_path / "config", trust_metadata=True)
-    assert path.name == ("step-00000012" if layout in ("torchtitan", "optim") else "step-00000000")
-    assert_same(tensors_in(path), named_tensors(model, optimizer))
+    weights, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    step = {"step": torch.tensor(12), "ntokens_seen": torch.tensor(5)}
+    for source, folders, number in (
+        ("nested", {"": {"model": weights, "optimizer": state, "lr": 0.1}}, 0),
+        ("torchtitan", {"": weights | {"optimizer": flat, "train_state": step, "lr_scheduler": {"last_epoch": 3}}}, 12),
+        ("optim", {"": {"model": weights, "optim": state, "step": torch.tensor(12)}}, 12),
+        ("accelerate", {"pytorch_model_fsdp_0": {"model": weights}, "optimizer_0": {"optimizer": state}}, 0),
+    ):
+        for folder, content in folders.items():
+            dcp_save(content, tmp_path / source / folder)
+        assert detect(tmp_path / source) == "dcp", source
+        run, config = tmp_path / f"{source} run", tmp_path / "config"
+        path = import_checkpoint(tmp_path / source, run, config=config, trust_metadata=True)
+        assert path.name == f"step-{number:08d}", source
+        assert_same(tensors_in(path), named_tensors(model, optimizer))
 
 
 def test_chunks_of_many_ranks_are_put_together(tmp_path: Path) -> None:
@@ -135,6 +143,23 @@ def test_chunks_of_many_ranks_are_put_together(tmp_path: Path) -> None:
     del a.chunks[1]
     with pytest.raises(CheckpointError, match="expected pieces of 35 elements in total, found 20"):
         imported()
+
+
+# ------------------------------------------------------------------------------------------------------------ GGUF
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("F16", 1e-3), ("BF16", 8e-3), ("Q8_0", 1e-2), ("Q4_0", 2e-1)])
+def test_a_gguf_is_what_transformers_reads(tmp_path: Path, kind: str, bound: float) -> None:
+    """As llama.cpp's converter writes it."""
+    model = build(WIDE)
+    write_gguf(tmp_path / "m.gguf", model, GGML[kind])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    imported = tensors_in(import_checkpoint(tmp_path / "m.gguf", tmp_path / "run"))
+    assert_same(imported, weights(theirs))
+    for key, tensor in weights(model).items():
+        assert (imported[key] - tensor).abs().max() <= bound * tensor.abs().max(), key
+    lower = tensors_in(import_checkpoint(tmp_path / "m.gguf", tmp_path / "low", dtype="bfloat16"))
+    assert_same(lower, {key: tensor.bfloat16() for key, tensor in imported.items()})
 
 
 # ------------------------------------------------------------------------------------------------------ single files
@@ -199,24 +224,22 @@ def test_transformers_folders_of_torch_files_are_imported(tmp_path: Path, layout
 
 
 def test_every_dtype_that_we_store_goes_through_all_formats(tmp_path: Path) -> None:
-    names = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
-    tensors = {name: torch.arange(6).reshape(2, 3).to(getattr(torch, name)) for name in names}
-    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3)}
-    tensors |= {name: torch.ones(3).to(getattr(torch, name)) for name in ("float8_e4m3fn", "float8_e5m2")}
+    shapes = {"matrix": (5, 3), "scalar": (), "vector": (7,), "empty": (0, 4), "cube": (2, 3, 4)}
+    tensors = {
+        f"{dtype}.{name}": random_tensor(shape, getattr(torch, dtype), seed=1)
+        for dtype, (name, shape) in itertools.product(DTYPE_BYTES, shapes.items())
+    }
+    assert all(tensor.dtype.itemsize == DTYPE_BYTES[key.split(".")[0]] for key, tensor in tensors.items())
+    expected = {key: (tensor.dtype, tensor.shape, bits(tensor)) for key, tensor in tensors.items()}
     torch.save(tensors, tmp_path / "all.pt")
     path = import_checkpoint(tmp_path / "all.pt", tmp_path / "run")
     for kind in ("safetensors", "dcp"):
         export(path, kind, tmp_path / f"x.{kind}")
+        opened = [tensors_in(import_checkpoint(tmp_path / f"x.{kind}", tmp_path / kind, trust_metadata=True))]
         if kind == "safetensors":
-            save_file(tensors, tmp_path / "theirs.safetensors")
-            assert_same(load_file(tmp_path / "x.safetensors"), load_file(tmp_path / "theirs.safetensors"))
-        back = import_checkpoint(tmp_path / f"x.{kind}", tmp_path / kind, trust_metadata=True)
-        imported = tensors_in(back)
-        assert imported.keys() == tensors.keys()
-        for key, tensor in tensors.items():
-            assert imported[key].dtype == tensor.dtype
-            assert torch.equal(imported[key].view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), key
-        shutil.rmtree(tmp_path / kind)
+            opened.append(load_file(tmp_path / "x.safetensors"))
+        for actual in opened:
+            assert {key: (tensor.dtype, tensor.shape, bits(tensor)) for key, tensor in actual.items()} == expected
 
 
 RANKS = """
@@ -273,21 +296,13 @@ def hub(tmp_path: Path) -> Path:
     return tmp_path / "hub"
 
 
-@pytest.mark.parametrize("place", ["folder", "store"])
-def test_an_import_that_fails_leaves_nothing(
-    tmp_path: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    run = tmp_path / "run" if place == "folder" else locate(f"memory://{uuid.uuid4().hex}")
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
+def test_an_import_that_fails_leaves_nothing(place: Path, hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(commit, "commit", fail)
+        patched.setattr(commit, "commit", Mock(side_effect=OSError("disk full")))
         with pytest.raises(CheckpointError, match=r"import to .*: can't be written: disk full"):
-            import_checkpoint(hub, run)
-    assert store_of(run).names(run / "checkpoints") == []
-    import_checkpoint(hub, run)
+            import_checkpoint(hub, place)
+    assert store_of(place).names(place / "checkpoints") == []
+    import_checkpoint(hub, place)
 
 
 def test_an_import_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path, hub: Path) -> None:
@@ -332,11 +347,9 @@ def test_no_run_deletes_an_import(tmp_path: Path, hub: Path) -> None:
     """Also where the run has no name."""
     imported = import_checkpoint(hub, tmp_path / "checkpoints")
     ours = checkpoints(tmp_path / "checkpoints", PlainBackend(), {"keep": 1}, config={"run": {"name": None}})
-    for step in (5, 6):
-        ours.save(step, *small_model(seed=step), (0, 0))
-    assert store_of(tmp_path).names(tmp_path / "checkpoints") == [imported.name, "step-00000006"]
-    ours.save(7, *small_model(seed=7), (0, 0))
-    assert store_of(tmp_path).names(tmp_path / "checkpoints") == [imported.name, "step-00000007"]
+    for step in (5, 6, 7):
+        path = ours.save(step, *small_model(seed=step), (0, 0))
+        assert store_of(tmp_path).names(tmp_path / "checkpoints") == [imported.name, path.name]
 
 
 # ------------------------------------------------------ the table `Checkpoints that open` of docs/migrating.md
