@@ -65,7 +65,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PER_COMMIT = {"plain", "all", "tied", "experts"}
 IDS = torch.arange(24).view(2, 12)
-LAYER = "model.layers.1.self_attn"
+
 # transformers', of how peft 0.21 asks it.
 AS_PEFT_ASKS = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -228,12 +228,8 @@ def test_a_checkpoint_that_holds_its_base_exports_the_same(tmp_path: Path) -> No
 def test_merging_finds_the_base_or_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, model = run_of(tmp_path)
     export = ["export", str(path), str(tmp_path / "export"), "--tokenizer", "none"]
-    for words in (
-        ["--format", "safetensors"],
-        ["--format", "dcp"],
-        ["--format", "peft", "--base", str(tmp_path / "base")],
-    ):
-        assert main([*export, *words]) == 2
+    for words in (["safetensors"], ["dcp"], ["peft", "--base", str(tmp_path / "base")]):
+        assert main([*export, "--format", *words]) == 2
     printed = capsys.readouterr().err
     assert printed.count("the checkpoint leaves out the base model of its adapters: ") == 2
     assert "--base" in printed
@@ -298,25 +294,23 @@ def test_a_run_that_holds_its_base_goes_on_holding_it(tmp_path: Path) -> None:
     assert read_manifest(run.save(2, resumed, optimizer, (0, 0))).base is None
 
 
-@pytest.mark.parametrize("changed", ["value", "dtype", "name", "nothing"])
-def test_a_fingerprint_tells_other_weights(tmp_path: Path, changed: str) -> None:
+def test_a_fingerprint_tells_other_weights(tmp_path: Path) -> None:
     base_model(tmp_path / "base")
-    weights = load_file(tmp_path / "base/model.safetensors")
-    first = "model.layers.1.mlp.up_proj.weight"
-    if changed == "value":
-        weights[first] *= 1.001
-    elif changed == "dtype":
-        weights[first] = weights[first].bfloat16()
-    elif changed == "name":
-        weights["model.layers.2.mlp.up_proj.weight"] = weights.pop(first)
-    (tmp_path / "other").mkdir()
-    half = dict(sorted(weights.items())[::2]), dict(sorted(weights.items())[1::2])  # in two files: the same tensors
-    for number, part in enumerate(half):
-        save_file(part, tmp_path / f"other/model-{number}.safetensors", {"format": "pt"})
-    index = {key: f"model-{number}.safetensors" for number, part in enumerate(half) for key in part}
-    (tmp_path / "other/model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    prints = {fingerprint(SafetensorsFolder(tmp_path / folder)) for folder in ("base", "other")}
-    assert len(prints) == (1 if changed == "nothing" else 2)
+    weights, first = load_file(tmp_path / "base/model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    expected = fingerprint(SafetensorsFolder(tmp_path / "base"))
+    for change, changed in {
+        "value": weights | {first: weights[first] * 1.001},
+        "dtype": weights | {first: weights[first].bfloat16()},
+        "name": {key.replace("layers.1.mlp.up", "layers.2.mlp.up"): weight for key, weight in weights.items()},
+        "nothing": weights,
+    }.items():
+        folder = tmp_path / change  # with two files
+        folder.mkdir()
+        files = {key: f"model-{number % 2}.safetensors" for number, key in enumerate(sorted(changed))}
+        for file in set(files.values()):
+            save_file({key: changed[key] for key in files if files[key] == file}, folder / file, {"format": "pt"})
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        assert (fingerprint(SafetensorsFolder(folder)) == expected) == (change == "nothing"), change
 
 
 def test_merging_rounds_once(tmp_path: Path) -> None:
@@ -332,25 +326,18 @@ def test_merging_rounds_once(tmp_path: Path) -> None:
 
 
 @AS_PEFT_ASKS
-@pytest.mark.parametrize(
-    ("targets", "pretrained", "expected"),
-    [
-        (["v_proj", "q_proj"], "org/name@v1.0", (["q_proj", "v_proj"], "org/name", "v1.0")),
-        ([f"{LAYER}.q_proj"], "org/name@refs/pr/1", ([f"{LAYER}.q_proj"], "org/name", "refs/pr/1")),
-        (["q_proj"], "org/name", (["q_proj"], "org/name", None)),
-    ],
-)
-def test_peft_names_just_the_layers_and_the_revision_of_a_base_of_the_hub(
-    tmp_path: Path, targets: list[str], pretrained: str, expected: tuple[list[str], str, str | None]
-) -> None:
-    config = {"model": {"pretrained": pretrained, "lora": PLAIN}}
-    path, model = run_of(tmp_path, lora={"targets": targets}, config=config)
-    export(path, "peft", tmp_path / "adapters")
-    settings = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
-    names = ("target_modules", "base_model_name_or_path", "revision")
-    assert tuple(settings[name] for name in names) == expected
-    assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (3, 5, "LORA")
-    assert torch.equal(logits(opened_by_peft(tmp_path)), logits(model))
+def test_peft_names_just_the_layers_and_the_revision_of_a_base_of_the_hub(tmp_path: Path) -> None:
+    own = "model.layers.1.self_attn.q_proj"
+    for targets, revision in ((["v_proj", "q_proj"], "v1.0"), ([own], "refs/pr/1"), (["q_proj"], None)):
+        pretrained = f"org/name@{revision}" if revision else "org/name"
+        folder, config = tmp_path / f"{revision}", {"model": {"pretrained": pretrained, "lora": PLAIN}}
+        path, model = run_of(folder, lora={"targets": targets}, config=config)
+        export(path, "peft", folder / "adapters")
+        settings = json.loads((folder / "adapters" / "adapter_config.json").read_text())
+        names = ("target_modules", "base_model_name_or_path", "revision")
+        assert [settings[name] for name in names] == [sorted(targets), "org/name", revision]
+        assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (3, 5, "LORA")
+        assert torch.equal(logits(opened_by_peft(folder)), logits(model))
 
 
 def test_adapters_in_another_dtype(tmp_path: Path) -> None:

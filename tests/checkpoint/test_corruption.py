@@ -94,13 +94,10 @@ def test_a_manifest_edited_by_hand(checkpoint: Path) -> None:
         at = whole.index(f'"{key}":')
         (checkpoint / "manifest.json").write_text(f'{whole[:at]}"{key}": 5, {whole[at:]}')
         refuse(checkpoint, f"duplicate key '{key}'")
-    for text in ("", "null", "[]", "{", '{"format_version": 1}', LONG, TWICE, "\ud800"):
+    long = '{"format_version": ' + "9" * 10_000 + "}"
+    for text in ("", "null", "[]", "{", '{"format_version": 1}', long, '{"step": 1, "step": 1}', "\ud800"):
         (checkpoint / "manifest.json").write_bytes(text.encode("utf-8", "surrogatepass"))
         refuse(checkpoint, r"manifest\.json")
-
-
-LONG = '{"format_version": ' + "9" * 10_000 + "}"
-TWICE = '{"format_version": 1, "format_version": 1}'
 
 
 def transpose(manifest: dict[str, Any]) -> None:
@@ -122,6 +119,16 @@ def edit(*where: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def twice(column: list[Any]) -> None:
+    column.append(column[0])
+
+
+COLUMNS = ("files", "offsets", "sizes")
+PATHS = (
+    *["../model/shard-00000-00.safetensors", "model/../../x.safetensors", "/tmp/x.safetensors", "model/..safetensors"],
+    *["model/sub/x.safetensors", "model\\x.safetensors", "manifest.json", "model/x.bin"],
+    *("model/x.safetensors\n", "model/\0.safetensors", ""),
+)
 WEIGHT = ("tensors", "0.weight")  # float32 [7, 5] in four pieces of two rows, and one
 NO_PIECES: dict[str, Any] = {"dtype": "int8", "files": [], "offsets": [], "sizes": []}
 SOUND_BUT_UNTRUE: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -134,29 +141,11 @@ SOUND_BUT_UNTRUE: dict[str, Callable[[dict[str, Any]], Any]] = {
 HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "another step": edit("step", value=6),
     "a newer format": edit("format_version", value=2),
-    **{
-        f"path {path}": edit("files", 0, "name", value=path)
-        for path in (
-            "../model/shard-00000-00.safetensors",
-            "model/../../x.safetensors",
-            "/tmp/x.safetensors",
-            "model/sub/x.safetensors",
-            "model/..safetensors",
-            "model/x.safetensors\n",
-            "model\\x.safetensors",
-            "manifest.json",
-            "model/x.bin",
-            "model/\0.safetensors",
-            "",
-        )
-    },
+    **{f"path {path}": edit("files", 0, "name", value=path) for path in PATHS},
     "overlap": edit(*WEIGHT, "offsets", 2, value=1),
-    "hole": lambda manifest: [manifest["tensors"]["0.weight"][name].pop() for name in ("files", "offsets", "sizes")],
+    "hole": lambda manifest: [manifest["tensors"]["0.weight"][name].pop() for name in COLUMNS],
     "no pieces": edit(*WEIGHT, value={**NO_PIECES, "shape": [7, 5], "dtype": "float32"}),
-    "a piece twice": lambda manifest: [
-        manifest["tensors"]["gate"][name].append(manifest["tensors"]["gate"][name][0])
-        for name in ("files", "offsets", "sizes")
-    ],
+    "a piece twice": lambda manifest: [twice(manifest["tensors"]["gate"][name]) for name in COLUMNS],
     "two pieces in one file": edit(*WEIGHT, "files", 1, value=0),
     "a piece outside": edit(*WEIGHT, "offsets", 6, value=7),
     "a negative offset": edit(*WEIGHT, "offsets", 0, value=-1),
@@ -166,7 +155,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "columns of other lengths": edit(*WEIGHT, "sizes", value=[2, 5]),
     "a file number out of range": edit(*WEIGHT, "files", 0, value=99),
     "a negative file number": edit(*WEIGHT, "files", 0, value=-1),
-    "a file twice": lambda manifest: manifest["files"].append(manifest["files"][0]),
+    "a file twice": lambda manifest: twice(manifest["files"]),
     "an absurd shape": edit(*WEIGHT, "shape", value=[2**62, 2**62]),
     "absurd pieces": edit(
         "tensors", "gate", value={"shape": [2**50], "dtype": "int8", "files": [0], "offsets": [0], "sizes": [2**50]}

@@ -4,10 +4,10 @@ import errno
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from plain_backend import PlainBackend, checkpoints, flip_last_byte, load, names, save_once, small_model
@@ -17,16 +17,14 @@ from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.commit import outdated
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.checkpoint.manifests import Evaluated, read_manifest
-from portable_fsdp.checkpoint.storage import locate, store_of
+from portable_fsdp.checkpoint.storage import store_of
 
 Evaluations = Mapping[int, Evaluated | None]
 
 
 def evaluated(step: int, loss: float, best_step: int, best_loss: float) -> Evaluated:
-    since = step - best_step
-    return Evaluated(
-        rows="r", step=step, loss=loss, best_step=best_step, best_loss=best_loss, without_improvement=since
-    )
+    best: Any = {"best_step": best_step, "best_loss": best_loss, "without_improvement": step - best_step}
+    return Evaluated(rows="r", step=step, loss=loss, **best)
 
 
 RESULTS = ((1, 3.0, 1, 3.0), (2, 2.0, 2, 2.0), (3, 2.5, 2, 2.0), (4, 2.25, 2, 2.0))
@@ -52,24 +50,22 @@ def left(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "keep", "keep_every", "best", "expected"),
+    ("arguments", "expected"),  # steps, keep, keep_every, best
     [
-        ([10, 20, 30, 40], 2, None, None, [10, 20]),
-        ([40, 10, 30, 20], 1, 20, None, [10, 30]),
-        ([10, 20], 5, None, None, []),
-        ([10], 1, None, None, []),
-        ([10, 20], 0, None, None, [10]),  # never the newest
-        ([], 1, None, None, []),
-        ([10, 20, 30, 40], 1, None, 20, [10, 30]),  # never the best
-        ([10, 20, 30, 40], 1, 30, 20, [10]),
-        ([10, 20, 30, 40], 1, None, 40, [10, 20, 30]),
-        ([10, 20, 30, 40], 1, None, 7, [10, 20, 30]),
+        (([10, 20, 30, 40], 2, None, None), [10, 20]),
+        (([40, 10, 30, 20], 1, 20, None), [10, 30]),
+        (([10, 20], 5, None, None), []),
+        (([10], 1, None, None), []),
+        (([10, 20], 0, None, None), [10]),  # never the newest
+        (([], 1, None, None), []),
+        (([10, 20, 30, 40], 1, None, 20), [10, 30]),  # never the best
+        (([10, 20, 30, 40], 1, 30, 20), [10]),
+        (([10, 20, 30, 40], 1, None, 40), [10, 20, 30]),
+        (([10, 20, 30, 40], 1, None, 7), [10, 20, 30]),
     ],
 )
-def test_what_is_outdated(
-    steps: list[int], keep: int, keep_every: int | None, best: int | None, expected: list[int]
-) -> None:
-    assert outdated(steps, keep, keep_every, best) == expected
+def test_what_is_outdated(arguments: Any, expected: list[int]) -> None:
+    assert outdated(*arguments) == expected
 
 
 # ----------------------------------------------------------------------------------------------------------- of a run
@@ -97,15 +93,12 @@ def test_links_damaged_ones_and_those_of_others_stay(tmp_path: Path) -> None:
 def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails_to_delete(folder: Path, run: str) -> None:
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
-
     ours = opened(tmp_path, keep=1)
     save(ours, plain(1))
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000001")
     save(ours, plain(2))
     with monkeypatch.context() as patched:
-        patched.setattr(commit, "delete", fails_to_delete)
+        patched.setattr(commit, "delete", Mock(side_effect=OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))))
         save(ours, plain(3))
     for step in (2, 3):
         assert f"step-0000000{step} is saved; an older checkpoint could not be deleted" in caplog.text
@@ -113,21 +106,15 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(
     assert [(saved.step, saved.removed) for saved in ours.finished()] == [(1, ()), (2, ()), (3, ()), (4, (3,))]
 
 
-@pytest.mark.parametrize("place", ["folder", "store"])
-def test_a_killed_deletion_does_not_block_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    run = tmp_path if place == "folder" else locate(f"memory://{uuid.uuid4().hex}")
-    save(run, plain(10, 20))
-
-    def killed(_: Path) -> None:
-        raise KeyboardInterrupt
-
+def test_a_killed_deletion_does_not_block_the_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(place, plain(10, 20))
     with monkeypatch.context() as patched:
-        patched.setattr(commit, "discard", killed)
+        patched.setattr(commit, "discard", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            commit.delete(run / "checkpoints" / "step-00000010", "a")
-    assert len(store_of(run).names(run / "checkpoints")) == 2
-    save(run, plain(10))
-    assert left(run) == [10, 20]
+            commit.delete(place / "checkpoints" / "step-00000010", "a")
+    assert len(store_of(place).names(place / "checkpoints")) == 2
+    save(place, plain(10))
+    assert left(place) == [10, 20]
 
 
 def test_the_best_stays_until_a_better_one_is_committed(tmp_path: Path) -> None:
