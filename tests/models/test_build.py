@@ -76,19 +76,16 @@ def test_ties_and_sizes() -> None:
 FALCON = {key: value for key, value in ARCHITECTURES["falcon"].items() if key != "num_kv_heads"}
 
 
-@pytest.mark.parametrize(
-    ("model", "attention", "expected"),
-    [
+def test_the_attention_is_the_requested_one() -> None:
+    for model, attention, expected in (
         ("llama", "auto", "portable_fsdp_static"),
         ("llama", "static", "portable_fsdp_static"),
         ("llama", "sdpa", "sdpa"),
         ("llama", "eager", "eager"),
         (FALCON, "auto", "sdpa"),  # which has one of its own
-    ],
-)
-def test_the_attention_is_the_requested_one(model: Any, attention: str, expected: str) -> None:
-    config: Any = build(model, keys={"attention": attention}).model.config
-    assert config._attn_implementation == expected
+    ):
+        config: Any = build(model, keys={"attention": attention}).model.config
+        assert config._attn_implementation == expected, attention
 
 
 LLAMA = ARCHITECTURES["llama"]
@@ -96,8 +93,10 @@ _ENCODER: dict[str, Any] = {"is_decoder": True, "vocab_size": VOCABULARY, "hidde
     "num_attention_heads": 4,
     "intermediate_size": 80,
 }
-ROBERTA = _ENCODER | {"model_type": "roberta", "pad_token_id": 1}
+
 MPT: dict[str, Any] = {"model_type": "mpt", "vocab_size": VOCABULARY, "d_model": 48, "n_heads": 4, "n_layers": 2}
+BAMBA = {"mamba_n_heads": 2, "mamba_d_head": "auto", "z_loss_coefficient": 0.1}
+UNSET = r"attention_dropout: expected 0, found 0\.1, but model\.dropout is 0\.\n  Set model\.dropout=published"
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA | {"model_type": "resnet"}, {}, r"expected a causal language model of transformers, found 'resnet'"),
     (_ENCODER | {"model_type": "bert", "is_decoder": False}, {}, r"encoder, .*causal\.\n.*is_decoder=true"),
@@ -107,17 +106,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA | {"num_key_value_heads": 3}, {}, r"num_key_value_heads that divides num_attention_heads=4, found 3"),
     (LLAMA | {"hidden_size": "wide"}, {}, r"transformers refuses it: .*hidden_size.*int"),
     (LLAMA | {"hidden_act": "sillu"}, {}, r"LlamaConfig: can't build a model .*sillu"),
-    (
-        LLAMA | {"attention_dropout": 0.1},
-        {},
-        r"attention_dropout: expected 0, found 0\.1, but model\.dropout is 0\.\n  Set model\.dropout=published",
-    ),
-    (
-        ARCHITECTURES["llama"]
-        | {"model_type": "bamba", "mamba_n_heads": 2, "mamba_d_head": "auto", "z_loss_coefficient": 0.1},
-        {},
-        r"z_loss_coefficient=0, found 0.1",
-    ),
+    (LLAMA | {"attention_dropout": 0.1}, {}, UNSET),
+    (LLAMA | {"model_type": "bamba", **BAMBA}, {}, r"z_loss_coefficient=0, found 0.1"),
     (LLAMA, {"dropout": 0.3}, r"found only attention_dropout.*\n  Set model\.attention=static"),
     (FALCON, {"attention": "static"}, r"model\.attention: Falcon.*own.*model\.attention=auto"),
     (LLAMA, {"freeze": ("embed",)}, r"model\.freeze: .*'embed' matches nothing.*\n.*nearest: .*embed_tokens"),
@@ -168,17 +158,14 @@ def test_rates_of_dropout_are_those_of_the_config_or_one_number(name: str) -> No
         assert built.config[key] == architecture[key]
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [_ENCODER | {"model_type": "bert"}, ROBERTA | {"max_position_embeddings": 26}],
-    ids=["bert", "roberta"],
-)
-def test_an_encoder_as_decoder_is_taken(architecture: dict[str, Any]) -> None:
-    model = materialise(build(architecture))
+def test_an_encoder_as_decoder_is_taken() -> None:
     ids = token_ids(1).clamp(min=2)  # 1 is RoBERTa's padding
     later = ids.clone()
     later[0, 10:] = 0
-    torch.testing.assert_close(logits(model, ids)[:, :10], logits(model, later)[:, :10])
+    roberta = {"model_type": "roberta", "pad_token_id": 1, "max_position_embeddings": 26}
+    for architecture in ({"model_type": "bert"}, roberta):
+        model = materialise(build(_ENCODER | architecture))
+        torch.testing.assert_close(logits(model, ids)[:, :10], logits(model, later)[:, :10])
 
 
 def test_a_weight_without_an_initial_value_comes_from_a_folder_only(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,12 +43,6 @@ pytestmark = [
 
 LENGTHS = [(7, 9, 5), (13, 11)]  # of the documents of two rows; three positions of padding in the first
 KEPT_APART = ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt2", "phi3", "olmo2", "smollm3"]
-NOT_KEPT_APART = {
-    "bloom": "BloomForCausalLM doesn't keep the documents of a row apart: it accepts no mask of documents",
-    "falcon_alibi": "FalconForCausalLM doesn't keep the documents of a row apart: it accepts no mask of documents",
-    "mamba2": "Mamba2ForCausalLM doesn't keep the documents of a row apart: logits differ",
-    "qwen3_next": "Qwen3NextForCausalLM doesn't keep the documents of a row apart: logits differ",
-}
 
 
 def built(name: str, attention: str = "auto", *, eager: bool = True, packs: bool = True, **changes: Any) -> Any:
@@ -62,12 +57,14 @@ def segments() -> Tensor:
     return _rows([[number for number, length in enumerate(row, 1) for _ in range(length)] for row in LENGTHS])
 
 
-def positions() -> Tensor:
-    return _rows([[place for length in row for place in range(length)] for row in LENGTHS])
-
-
 def _rows(rows: list[list[int]]) -> Tensor:
     return torch.tensor([row + [0] * (SEQ_LEN - len(row)) for row in rows])
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids, labels, positions and segments."""
+    ids, positions = token_ids(), _rows([[place for length in row for place in range(length)] for row in LENGTHS])
+    return ids, ids.roll(-1, dims=1).masked_fill(segments() == 0, IGNORED), positions, segments()
 
 
 def labels_of(row: int, number: int, labels: Tensor) -> Tensor:
@@ -92,12 +89,12 @@ DOCUMENTS = [(row, number) for row, lengths in enumerate(LENGTHS) for number in 
 @pytest.mark.parametrize("eager", [True, False], ids=["one mask for all layers", "numbers of documents"])
 @pytest.mark.parametrize("name", families(KEPT_APART))
 def test_each_document_has_the_loss_that_it_has_alone(name: str, eager: bool) -> None:
-    model, ids, labels = built(name, eager=eager), token_ids(), token_ids().roll(-1, dims=1)
-    crossing = 0
+    model, crossing = built(name, eager=eager), 0
+    ids, labels, *apart = batch()
     with torch.no_grad():
         for row, number in DOCUMENTS:
             own = labels_of(row, number, labels)
-            packed, count = model(ids, own, positions(), segments())
+            packed, count = model(ids, own, *apart)
             alone, counted = model(*padded(row, number, ids, own))
             assert count == counted == LENGTHS[row][number - 1]
             assert float(packed) == pytest.approx(float(alone), rel=1e-5)
@@ -108,8 +105,8 @@ def test_each_document_has_the_loss_that_it_has_alone(name: str, eager: bool) ->
 @pytest.mark.parametrize("eager", [True, False])
 def test_gradients_are_the_sum_of_those_of_each_document(eager: bool) -> None:
     packed, apart = built("gemma3_text", eager=eager), built("gemma3_text", eager=eager)
-    ids, labels = token_ids(), token_ids().roll(-1, dims=1).masked_fill(segments() == 0, IGNORED)
-    packed(ids, labels, positions(), segments())[0].backward()
+    ids, labels, *_ = batch()
+    packed(*batch())[0].backward()
     for row, number in DOCUMENTS:
         apart(*padded(row, number, ids, labels_of(row, number, labels)))[0].backward()
     for actual, expected in zip(packed.parameters(), apart.parameters(), strict=True):
@@ -131,32 +128,39 @@ def test_padding_behind_a_document_changes_nothing(name: str) -> None:
     assert float(total) == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", NOT_KEPT_APART)
-def test_a_model_that_cannot_keep_documents_apart_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.packing=documents: \w+ForCausalLM doesn't") as refusal:
-        built(name)
-    assert NOT_KEPT_APART[name] in str(refusal.value)
-    assert "Set data.packing=none (one document per row, padded)." in str(refusal.value)
+APART = r"^data\.packing=documents: {}ForCausalLM doesn't keep the documents of a row apart: {}(.|\n)*Set "
+APART += r"data\.packing=none \(one document per row, padded\)\."
+NO_MASKS = r"model\.attention=flex: \w+ForCausalLM doesn't pass forward's .*\n  Set"
+REFUSED = [  # model, attention, whether rows hold several documents
+    ("bloom", "auto", True, APART.format("Bloom", "it accepts no mask of documents")),
+    ("falcon_alibi", "auto", True, APART.format("Falcon", "it accepts no mask of documents")),
+    ("mamba2", "auto", True, APART.format("Mamba2", "logits differ")),
+    ("qwen3_next", "auto", True, APART.format("Qwen3Next", "logits differ")),
+    # transformers' own puts the window into the mask that it makes, and makes none where it is given one.
+    ("mistral", "sdpa", True, APART.format("Mistral", "logits differ")),
+    ("stablelm", "flex", False, NO_MASKS),
+    ("mamba2", "flex", False, NO_MASKS),
+    ("llama", "flex", False, r"model\.attention=flex: expected a head size of at least 16, found 12"),
+]
 
 
-def test_an_attention_without_a_window_is_refused_for_a_model_that_has_one() -> None:
-    """transformers' own puts the window into the mask that it makes, and makes none where it is given one."""
-    with pytest.raises(ConfigError, match=r"Mistral.* doesn't keep the documents of a row apart: logits differ"):
-        built("mistral", attention="sdpa")
-    built("llama", attention="sdpa")
+@pytest.mark.parametrize(("name", "attention", "packs", "message"), REFUSED)
+def test_a_model_that_cannot_keep_documents_apart_is_refused_by_name(
+    name: str, attention: str, packs: bool, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        built(name, attention, packs=packs)
 
 
-def test_the_trial_takes_large_models_and_leaves_the_random_state_alone() -> None:
+def test_the_trial_takes_models_of_any_size_and_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
     large = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "bos_token_id": 128000}
     build(large | heads, packs=True)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_trial_takes_vocabularies_smaller_than_its_own() -> None:
-    section = Model(architecture=ARCHITECTURES["llama"] | {"vocab_size": 31})
+    section = Model(architecture=ARCHITECTURES["llama"] | {"vocab_size": 31})  # fewer than the trial's own
     build_model(section, seed=0, seq_len=SEQ_LEN, vocabulary=31, packs_documents=True)
+    build("llama", packs=True, keys={"attention": "sdpa"})
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_mask_is_made_once_a_forward_on_the_device() -> None:
@@ -164,7 +168,7 @@ def test_the_mask_is_made_once_a_forward_on_the_device() -> None:
     for layers in (2, 6):
         model = materialise(build("llama", packs=True, num_hidden_layers=layers))
         with torch.no_grad(), Operators() as operators:
-            model(token_ids(), token_ids(), positions(), segments())
+            model(*batch())
         operators.require_no_reads()
         counts.append(sum(shape == (2, 1, SEQ_LEN, SEQ_LEN) for *_, shape in operators.calls))
     assert counts[0] == counts[1] > 0
@@ -175,7 +179,7 @@ def test_layers_of_a_compiled_step_are_given_numbers_and_no_mask() -> None:
     masks: list[Any] = []
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda _, __, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
-    model(token_ids(), token_ids(), positions(), segments())
+    model(*batch())
     assert [mask.shape for mask in masks] == [(2, 1, 1, SEQ_LEN)] * 2
     assert masks[0].dtype == torch.int64
 
@@ -204,11 +208,6 @@ def made(name: str, attention: str, packs: bool = True, **changes: Any) -> Any:
     return built(name, attention, packs=packs, **CHANGES.get(name, {}) | changes)
 
 
-def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ids = token_ids()
-    return ids, ids.roll(-1, dims=1).masked_fill(segments() == 0, IGNORED), positions(), segments()
-
-
 def trained(model: Any) -> tuple[Tensor, list[Tensor]]:
     """Loss and gradients of one batch of documents."""
     model.zero_grad()
@@ -234,8 +233,7 @@ def recomputed(model: Any) -> Any:
 # Sinks; windows, softcap and grouped heads (per commit in the compiled tests below); a window in every layer; values of
 # another width than keys.
 @pytest.mark.parametrize(
-    "name",
-    ["gpt_oss", *(pytest.param(n, marks=pytest.mark.proof) for n in ("gemma2", "mistral", "deepseek_v3"))],
+    "name", ["gpt_oss", *(pytest.param(n, marks=pytest.mark.proof) for n in ("gemma2", "mistral", "deepseek_v3"))]
 )
 def test_documents_have_the_losses_and_gradients_of_static_attention(name: str) -> None:
     require_equal(trained(made(name, "flex")), trained(made(name, "static")))
@@ -251,19 +249,12 @@ def test_a_stream_is_causal_and_padding_needs_no_argument() -> None:
 
 
 def test_masks_are_made_once_a_forward_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = recomputed(made("gemma3_text", "flex", **LAYERS))
-    make, calls = document_masks.create_block_mask, 0
-
-    def counted(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return make(*args)
-
+    model, counted = recomputed(made("gemma3_text", "flex", **LAYERS)), Mock(wraps=document_masks.create_block_mask)
     monkeypatch.setattr(document_masks, "create_block_mask", counted)
     loss = model(*batch())[0]
-    assert calls == 2
+    assert counted.call_count == 2
     loss.backward()
-    assert calls == 2, "a layer that runs again for its backward has its mask"
+    assert counted.call_count == 2, "a layer that runs again for its backward has its mask"
 
 
 def test_nothing_is_read_on_the_host() -> None:
@@ -326,17 +317,6 @@ def test_what_runs_on_gpus_is_compiled_once() -> None:
     assert losses[0][2] == losses[2][2] > 0
 
 
-@pytest.mark.parametrize("name", ["stablelm", "mamba2"])
-def test_a_model_whose_layers_get_no_masks_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"model\.attention=flex: \w+ForCausalLM doesn't pass forward's .*\n  Set"):
-        made(name, "flex", packs=False)
-
-
-def test_heads_that_are_too_narrow_for_the_kernel_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.attention=flex: expected a head size of at least 16, found 12"):
-        made("llama", "flex", packs=False)
-
-
 @pytest.mark.parametrize(
     ("save_ops", "runs_again"),
     [pytest.param((), True, marks=pytest.mark.proof), (("matmul",), True), (("matmul", "attention"), False)],
@@ -364,27 +344,21 @@ def test_a_compiled_layer_keeps_what_save_ops_names_of_attention_over_blocks(
     assert ("flex_attention(" in backward) == runs_again
 
 
-@pytest.mark.parametrize(
-    ("name", "packs", "more", "chosen"),
-    [
+def test_auto_computes_by_blocks_where_that_saves_a_mask() -> None:
+    sizes: dict[str, Any] = {"seed": 0, "seq_len": SEQ_LEN, "vocabulary": 0}
+    for name, packs, more, chosen in (
         ("llama", True, {}, document_masks.FLEX),
         ("llama", False, {}, STATIC),  # a plain causal kernel is as fast
         ("gemma2", False, {}, document_masks.FLEX),  # windows
         ("gpt_oss", False, {}, document_masks.FLEX),  # sinks
         ("llama", True, {"attention_dropout": 0.1}, STATIC),
         ("llama", True, {"head_dim": 8}, STATIC),  # too narrow
-    ],
-)
-def test_auto_computes_by_blocks_where_that_saves_a_mask(
-    name: str, packs: bool, more: dict[str, Any], chosen: str
-) -> None:
-    architecture = ARCHITECTURES[name] | {"head_dim": 16} | more
-    section = Model.model_validate({"architecture": architecture, "dropout": "published"})
-    for blocks in (True, False):
-        model: Any = build_model(
-            section, seed=0, seq_len=SEQ_LEN, vocabulary=0, packs_documents=packs, blocks=blocks
-        ).model
-        assert model.config._attn_implementation == (chosen if blocks else STATIC)
+    ):
+        architecture = ARCHITECTURES[name] | {"head_dim": 16} | more
+        section = Model.model_validate({"architecture": architecture, "dropout": "published"})
+        for blocks in (True, False):
+            model: Any = build_model(section, packs_documents=packs, blocks=blocks, **sizes).model
+            assert model.config._attn_implementation == (chosen if blocks else STATIC), (name, more, blocks)
 
 
 def test_blocks_of_packed_chats_cost_little_more_than_their_documents() -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import re
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -149,48 +150,30 @@ def test_layers_beside_experts_get_their_own_adapters() -> None:
     assert not read_as_experts(materialise(build("llama")), ["model.layers.0.mlp.gate_proj"])
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "changes", "expected"),
-    [
-        ("llama", {"dora": True}, {"sharding.wrap_classes": ["Linear"]}, r"base_layer can't be a unit: the layer"),
-        ("llama", {"dora": True}, {"sharding.wrap_modules": ["*.lora_A.default"]}, r"lora_A\.default can't be a unit"),
-        ("llama", {}, {"sharding.wrap_classes": ["Linear"]}, ""),
-        (
-            "qwen3_moe",
-            {"targets": ("experts.down_proj",)},
-            {"sharding.wrap_modules": ["*.lora_A.default"]},
-            r"experts\.lora_of\.down_proj\.lora_A\.default can't be a unit",
-        ),
-        (
-            "qwen3_moe",
-            {"targets": ("experts.down_proj",)},
-            {"sharding.tensor": 2},
-            r"adapters of experts can't be split",
-        ),
-        (
-            "deepseek_v3",
-            {},
-            {"checkpoint.export": True},
-            r"^checkpoint\.export: peft would take(.|\n)*merge_adapters=true",
-        ),
-        ("deepseek_v3", {}, {"checkpoint.export": True, "checkpoint.merge_adapters": True}, ""),
-        ("qwen3_moe", {}, {"checkpoint.export": True}, ""),
-    ],
-)
+DORA, OF_EXPERTS = {"dora": True}, {"targets": ("experts.down_proj",)}
+AS_UNITS, LINEAR = {"sharding": {"wrap_modules": ["*.lora_A.default"]}}, {"sharding": {"wrap_classes": ["Linear"]}}
+EXPORT = {"checkpoint": {"export": True}}
+LAYOUTS: list[tuple[str, dict[str, Any], dict[str, dict[str, Any]], str]] = [
+    ("llama", DORA, LINEAR, r"base_layer can't be a unit: the layer"),
+    ("llama", DORA, AS_UNITS, r"lora_A\.default can't be a unit"),
+    ("llama", {}, LINEAR, ""),
+    ("qwen3_moe", OF_EXPERTS, AS_UNITS, r"experts\.lora_of\.down_proj\.lora_A\.default can't be a unit"),
+    ("qwen3_moe", OF_EXPERTS, {"sharding": {"tensor": 2}}, r"adapters of experts can't be split"),
+    ("deepseek_v3", {}, EXPORT, r"^checkpoint\.export: peft would take(.|\n)*merge_adapters=true"),
+    ("deepseek_v3", {}, {"checkpoint": {"export": True, "merge_adapters": True}}, ""),
+    ("qwen3_moe", {}, EXPORT, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "changes", "expected"), LAYOUTS)
 def test_what_the_layout_and_the_export_refuse(
-    name: str, settings: dict[str, Any], changes: dict[str, Any], expected: str
+    name: str, settings: dict[str, Any], changes: dict[str, dict[str, Any]], expected: str
 ) -> None:
-    values: dict[str, Any] = {"model": {"architecture": ARCHITECTURES[name], "lora": settings}}
-    for option, value in {"train.steps": 1, "train.global_batch": 2, "data.seq_len": 16, **changes}.items():
-        section, _, key = option.partition(".")
-        values.setdefault(section, {})[key] = value
-    config = Config.model_validate(values)
-    built = adapted(name, **settings)
-    if not expected:
-        shard_policy(config, built.model)
-        return
-    with pytest.raises(ConfigError, match=expected):
-        shard_policy(config, built.model)
+    sizes: dict[str, Any] = {"train": {"steps": 1, "global_batch": 2}, "data": {"seq_len": 16}}
+    model = {"architecture": ARCHITECTURES[name], "lora": settings}
+    config = Config.model_validate({"model": model} | sizes | changes)
+    with pytest.raises(ConfigError, match=expected) if expected else nullcontext():
+        shard_policy(config, adapted(name, **settings).model)
 
 
 def test_new_tokens_train_with_their_tables(tmp_path: Path) -> None:
@@ -211,22 +194,19 @@ def test_new_tokens_train_with_their_tables(tmp_path: Path) -> None:
         open_folder(tmp_path, **more, keys={"lora": Lora(train_whole=("embed_tokens",))})
 
 
-@pytest.mark.parametrize(
-    ("targets", "expected"),
-    [
-        (("q_proj", "v_proj"), {f"model.layers.{n}.self_attn.{p}_proj" for n in (0, 1) for p in "qv"}),
-        (("self_attn.q_proj",), {f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)}),
-        (("model.layers.1.mlp",), {f"model.layers.1.mlp.{p}_proj" for p in ("gate", "up", "down")}),
+def test_targets_are_patterns_or_ends_of_names() -> None:
+    def named(first: str, which: str, *numbers: int) -> set[str]:
+        return {f"model.layers.{n}.{first}.{name}_proj" for n in numbers for name in which.split()}
+
+    for targets, expected in (
+        (("q_proj", "v_proj"), named("self_attn", "q v", 0, 1)),
+        (("self_attn.q_proj",), named("self_attn", "q", 0, 1)),
+        (("model.layers.1.mlp",), named("mlp", "gate up down", 1)),
         (("*.0.*.down_proj", "lm_head"), {"model.layers.0.mlp.down_proj", "lm_head"}),
-        (
-            ("all-linear",),  # without the head
-            {f"model.layers.{n}.self_attn.{p}_proj" for n in (0, 1) for p in "qkvo"}
-            | {f"model.layers.{n}.mlp.{p}_proj" for n in (0, 1) for p in ("gate", "up", "down")},
-        ),
-    ],
-)
-def test_targets_are_patterns_or_ends_of_names(targets: tuple[str, ...], expected: set[str]) -> None:
-    assert layers(adapted(targets=targets)) == expected
+        # Without the head.
+        (("all-linear",), named("self_attn", "q k v o", 0, 1) | named("mlp", "gate up down", 0, 1)),
+    ):
+        assert layers(adapted(targets=targets)) == expected, targets
 
 
 def test_a_base_that_others_do_not_have_is_refused(tmp_path: Path) -> None:
@@ -244,15 +224,14 @@ def test_what_does_not_train_may_rest_in_bfloat16(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         built = adapted(r=3, precision={"frozen": "bfloat16"})
     assert not caplog.records
-    for fqn, weight in built.model.named_parameters():
-        expected = torch.float32 if weight.requires_grad else torch.bfloat16
-        assert weight.dtype == whole_weight(built, fqn).dtype == expected, fqn
+    without = build("llama", precision={"frozen": "bfloat16"}, keys={"freeze": ["model.layers.0"]})
+    assert not [fqn for fqn in trained(without) if ".layers.0." in fqn]
+    for model in (built, without):
+        for fqn, weight in model.model.named_parameters():
+            expected = torch.float32 if weight.requires_grad else torch.bfloat16
+            assert weight.dtype == whole_weight(model, fqn).dtype == expected, fqn
     base = build("llama")
     assert torch.equal(whole_weight(built, f"{Q}.base_layer.weight"), whole_weight(base, f"{Q}.weight").bfloat16())
-    without = build("llama", precision={"frozen": "bfloat16"}, keys={"freeze": ["model.layers.0"]})
-    for fqn, weight in without.model.named_parameters():
-        expected = torch.bfloat16 if ".layers.0." in fqn else torch.float32
-        assert weight.dtype == whole_weight(without, fqn).dtype == expected, fqn
     some = build("llama", keys={"lora": Lora(), "freeze": ["model.layers.0"]})
     assert layers(some)
     assert all(".layers.1." in fqn for fqn in trained(some))
