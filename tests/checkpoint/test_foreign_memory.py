@@ -59,13 +59,10 @@ print(json.dumps(both_ways("large", COUNT, ROWS)))
 """
 
 
-@pytest.mark.parametrize(
-    ("source", "kind"),
-    [
-        ("huggingface", "safetensors"),
-        *(pytest.param(*pair, marks=pytest.mark.proof) for pair in (("dcp", "dcp"), ("torch", "safetensors"))),
-    ],
-)
+PROOFS = [pytest.param(*pair, marks=pytest.mark.proof) for pair in (("dcp", "dcp"), ("torch", "safetensors"))]
+
+
+@pytest.mark.parametrize(("source", "kind"), [("huggingface", "safetensors"), *PROOFS])
 def test_one_tensor_is_held_at_a_time(tmp_path: Path, source: str, kind: str) -> None:
     program = [sys.executable, "-c", PROGRAM, str(COUNT), str(ROWS), source, kind, str(tmp_path)]
     folders = [Path(__file__).parents[2], Path(__file__).parent]

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ from portable_fsdp.checkpoint.manifests import (
     manifest_text,
     step_folder,
 )
-from portable_fsdp.checkpoint.storage import FileReader, FolderStore, store_of
+from portable_fsdp.checkpoint.storage import FolderStore, store_of
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, new_manifest
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -72,22 +73,11 @@ GOLDEN = """{
 """
 
 
-def manifest(tensors: dict[str, TensorEntry], files: list[str], **changes: Any) -> Manifest:
-    return Manifest.model_validate(
-        {
-            "format_version": 1,
-            "step": 7,
-            "saved_at": "2026-01-02T03:04:05+00:00",
-            "config": {"optim": {"lr": 0.001}},
-            "model_config": None,
-            "data": {"epoch": 1, "position": 20},
-            "ties": {},
-            "written_by": WRITTEN_BY,
-            "files": tuple(FileEntry(name=file, bytes=100, xxh3_128=HASH) for file in files),
-            "tensors": tensors,
-        }
-        | changes
-    )
+def manifest(tensors: dict[str, TensorEntry], files: list[str], **ties: str) -> Manifest:
+    run = {"saved_at": "2026-01-02T03:04:05+00:00", "written_by": WRITTEN_BY, "data": {"epoch": 1, "position": 20}}
+    model = {"config": {"optim": {"lr": 0.001}}, "model_config": None, "ties": ties, "tensors": tensors}
+    entries = tuple(FileEntry(name=file, bytes=100, xxh3_128=HASH) for file in files)
+    return Manifest.model_validate({"format_version": 1, "step": 7, "files": entries} | run | model)
 
 
 def small() -> Manifest:
@@ -97,13 +87,12 @@ def small() -> Manifest:
         "none": TensorEntry(shape=(0, 2), dtype="bfloat16"),
     }
     files = [f"{name}-00.safetensors" for name in ("model/shard-00000", "model/shard-00001", "optimizer/shard-00000")]
-    return manifest(tensors, files, ties={"v": "w"})
+    return manifest(tensors, files, v="w")
 
 
 def test_a_manifest_is_written_as_people_and_programs_read_it(tmp_path: Path) -> None:
-    text = manifests.manifest_text(small())
-    assert text == GOLDEN
-    (tmp_path / "manifest.json").write_text(text)
+    assert manifests.manifest_text(small()) == GOLDEN
+    (tmp_path / "manifest.json").write_text(GOLDEN)
     assert manifests.read_manifest(tmp_path) == small()
 
 
@@ -174,24 +163,20 @@ def test_committed_steps_are_found_newest_first(tmp_path: Path) -> None:
 
 
 def test_the_index_files_that_end_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(message: str, count: int, wait_s: float) -> None:
+        with pytest.raises(CheckpointError, match=message):
+            commit.collect(tmp_path, "new", count, wait_s)
+
     commit.write_index(tmp_path, Index(attempt="old", process=0))
-    with pytest.raises(CheckpointError, match=r"no index file from process 0 \(of 1\) after"):
-        commit.collect(tmp_path, "new", 1, wait_s=0.01)
+    refuse(r"no index file from process 0 \(of 1\) after", 1, 0.01)
     commit.write_index(tmp_path, Index(attempt="new", process=0))
     assert commit.collect(tmp_path, "new", 1, wait_s=0.01) == [Index(attempt="new", process=0)]
     commit.write_index(tmp_path, Index(attempt="new", process=1, error="OSError: No space left on device"))
-    with pytest.raises(CheckpointError, match="process 1 could not write: OSError: No space left on device"):
-        commit.collect(tmp_path, "new", 2, wait_s=600)
+    refuse("process 1 could not write: OSError: No space left on device", 2, 600)
     (tmp_path / "index-00000-new.json").write_text('{"attempt": "new", "process": 0, "unknown": 1}')
-    with pytest.raises(CheckpointError, match="not a valid index of this run"):
-        commit.collect(tmp_path, "new", 1, wait_s=600)
-
-    def away(_: FolderStore, path: Path) -> FileReader:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(FolderStore, "open", away)
-    with pytest.raises(CheckpointError, match=r"no index file from process 0 (.*\n){2}.*error: .*Stale file handle"):
-        commit.collect(tmp_path, "new", 1, wait_s=0.01)
+    refuse("not a valid index of this run", 1, 600)
+    monkeypatch.setattr(FolderStore, "open", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+    refuse(r"no index file from process 0 (.*\n){2}.*error: .*Stale file handle", 1, 0.01)
 
 
 def test_announcing_is_the_last_thing_a_process_does_in_the_folder(tmp_path: Path) -> None:
