@@ -47,7 +47,7 @@ def current_process() -> int | None:
 
 
 class Operation(NamedTuple):
-    """The `point`-th operation of one process, on one name."""
+    """The `point`-th operation of one process. An open file is its name here."""
 
     process: int
     point: int
@@ -104,7 +104,8 @@ class Injection:
             if self.has_killed and (process == self.process or not self.alone):
                 raise Killed
             self._counts[process] += 1
-            operation = Operation(process, self._counts[process], name, arguments)
+            file = os.readlink(f"/proc/self/fd/{arguments[0]}") if isinstance(arguments[0], int) else arguments[0]
+            operation = Operation(process, self._counts[process], name, (file, *arguments[1:]))
             self.tried.append(operation)
             past = operation.point - self.point
             is_here = process == self.process and (past == 0 or (self.lasting and past > 0))

@@ -31,9 +31,10 @@ from portable_fsdp.runtime.errors import CheckpointError
 
 pytestmark = pytest.mark.slow  # peft takes seconds to import
 
+Keys = dict[str, Any]
 _COMMON = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 _EXPERTS = _COMMON | {"intermediate_size": 36, "num_key_value_heads": 1, "num_experts_per_tok": 2, "head_dim": 12}
-MODELS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, Keys] = {
     "llama": _COMMON | {"model_type": "llama", "intermediate_size": 36, "num_key_value_heads": 1},
     "llama_tied": _COMMON | {"model_type": "llama", "intermediate_size": 36, "tie_word_embeddings": True},
     "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 2, "n_positions": 32},
@@ -41,12 +42,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": _EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 3},  # transposed weights
     "mixtral": _EXPERTS | {"model_type": "mixtral", "num_local_experts": 3},
 }
-PLAIN: dict[str, Any] = {"r": 3, "alpha": 5.0}
+PLAIN: Keys = {"r": 3, "alpha": 5.0}
 # In one layer both weights, whose adapters peft nests, in the other one of them.
-_OF_EXPERTS: dict[str, Any] = {"rslora": True, "rank_pattern": {r"1\.mlp\.experts\.gate_up_proj": 2}} | {
+_OF_EXPERTS: Keys = {"rslora": True, "rank_pattern": {r"1\.mlp\.experts\.gate_up_proj": 2}} | {
     "targets": ["all-linear", "experts.down_proj", "layers.1.mlp.experts.gate_up_proj"]
 }
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+KINDS: dict[str, tuple[str, Keys]] = {
     "plain": ("gpt2", {}),
     "all": (
         "llama",
@@ -80,11 +81,11 @@ def base_model(folder: Path, name: str = "llama", dtype: torch.dtype = torch.flo
 
 
 def adapted(
-    base: Path, lora: dict[str, Any] | None = None, tokens: int = 0, **precision: Any
+    base: Path, lora: Keys | None = None, tokens: int = 0, **precision: Any
 ) -> tuple[BuiltModel, Any, torch.optim.Optimizer]:
     """The model over the base in a folder, with memory, and an optimizer with state. `tokens`: new ones."""
     section = Model(pretrained=str(base), lora=Lora.model_validate(PLAIN | (lora or {})))
-    sizes: dict[str, Any] = {"seed": 0, "seq_len": 12, "vocabulary": 61 + tokens}
+    sizes: Keys = {"seed": 0, "seq_len": 12, "vocabulary": 61 + tokens}
     built = build_model(section, Precision(**precision), keeps_ids=lambda: True, **sizes)
     trained = [weight for weight in materialise(built).parameters() if weight.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-9, momentum=0.9)
@@ -95,7 +96,7 @@ def adapted(
 
 
 def run_of(
-    folder: Path, name: str = "llama", lora: dict[str, Any] | None = None, tokens: int = 0, **changes: Any
+    folder: Path, name: str = "llama", lora: Keys | None = None, tokens: int = 0, **changes: Any
 ) -> tuple[Path, Any]:
     """A base, saved to `folder`/base, and the checkpoint of a run over it, whose adapters have moved."""
     dtype = changes.pop("dtype", "float32")
@@ -113,16 +114,12 @@ def run_of(
 
 
 def opened(
-    folder: Path,
-    base: Base | None,
-    settings: dict[str, Any] | None = None,
-    lora: dict[str, Any] | None = None,
-    **changes: Any,
+    folder: Path, base: Base | None, settings: Keys | None = None, lora: Keys | None = None, **changes: Any
 ) -> Checkpoints:
     """The run's checkpoints in `folder`, as it is with this base."""
     pretrained = base.pretrained if base else str(folder / "base")
     config = {"model": {"pretrained": pretrained, "lora": PLAIN | (lora or {}), "dropout": None}}
-    arguments: dict[str, Any] = {"config": config, "base": base} | changes
+    arguments = {"config": config, "base": base} | changes
     return checkpoints(folder / "checkpoints", PlainBackend(devices=3), settings, **arguments)
 
 
@@ -141,8 +138,7 @@ def opened_by_peft(folder: Path, tokens: int = 0) -> Any:
 @AS_PEFT_ASKS
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match:RuntimeWarning")  # of experts
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[pytest.mark.proof] if kind not in PER_COMMIT else []) for kind in KINDS],
+    "kind", [pytest.param(kind, marks=[pytest.mark.proof] if kind not in PER_COMMIT else []) for kind in KINDS]
 )
 def test_every_kind_leaves_for_peft_and_merged_and_starts_a_run(tmp_path: Path, kind: str) -> None:
     name, lora = KINDS[kind]
@@ -353,7 +349,7 @@ def test_adapters_in_another_dtype(tmp_path: Path) -> None:
 
 
 def test_adapters_without_their_settings_are_refused(tmp_path: Path) -> None:
-    settings: list[dict[str, Any]] = [{"r": None}, {"r": 0}, {"r": "3"}, {"alpha": [1.0]}]
+    settings: list[Keys] = [{"r": None}, {"r": 0}, {"r": "3"}, {"alpha": [1.0]}]
     for number, wrong in enumerate(settings):
         path, _ = run_of(tmp_path / str(number), config={"model": {"pretrained": "base", "lora": PLAIN | wrong}})
         with pytest.raises(CheckpointError, match=r"expected r and alpha in model\.lora of its config"):

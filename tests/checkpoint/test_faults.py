@@ -15,7 +15,7 @@ import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -156,10 +156,7 @@ def expect_one_verdict(results: list[Any], where: object) -> bool:
 
 def content(folder: Path) -> dict[str, bytes]:
     """Every file below it."""
-    if store_of(folder).is_local:
-        return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-    client, root = cast(Any, folder).fs, cast(Any, folder).path
-    return {name.removeprefix(f"{root}/"): client.cat_file(name) for name in client.find(root)}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def others(folder: Path) -> dict[str, bytes]:
@@ -231,24 +228,14 @@ def test_flaws_in_a_save(
     assert len(hit) >= least
 
 
-class Ordered(Injection):
-    """Nothing goes wrong: what is done to which name, in order. A rename has both names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[tuple[str, str, str]] = []
-
-    def call(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        first = os.readlink(f"/proc/self/fd/{arguments[0]}") if name in ("write", "fsync") else str(arguments[0])
-        self.events.append((name, first, str(arguments[1]) if name in ("replace", "rename") else ""))
-        return super().call(name, real, arguments, named)
-
-
 def test_a_power_cut_finds_what_a_name_promises_on_disk(fresh: Fresh) -> None:
     """Content before its name, names before the commit, the commit before anything older is given up."""
-    folder, ordered = fresh("folder"), Ordered()
-    assert save_with(folder, ordered, 1, is_async=False) == [None]
-    events = ordered.events
+    folder, injection = fresh("folder"), Injection()
+    assert save_with(folder, injection, 1, is_async=False) == [None]
+    events = [  # a rename has both names
+        (name, str(files[0]), str(files[1]) if name in ("replace", "rename") else "")
+        for _, _, name, files in injection.done
+    ]
     committed = next(n for n, event in enumerate(events) if event[::2] == ("rename", str(folder / "step-00000002")))
     temporary = events[committed][1]
     named = [n for n, (name, _, new) in enumerate(events) if name == "replace" and new.startswith(temporary)]
