@@ -3,8 +3,6 @@
 Processes are threads that meet at a barrier; the files are real.
 """
 
-import itertools
-import math
 import pickle
 import threading
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from portable_fsdp.backends.contract import Backend, Partition, Piece, Read, Ten
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.checkpoint.store import OwnPart, entries_without_pieces
 from portable_fsdp.config.schema import Checkpoint as Settings
+from portable_fsdp.layout import full_region, rows_of_shard
 from portable_fsdp.runtime.errors import CheckpointError
 
 T = TypeVar("T")
@@ -84,9 +83,7 @@ def rows(tensor: Tensor, count: int) -> list[tuple[slice, ...]]:
     """`count` slices that tile `tensor` along dimension 0; the last ones may be empty, or missing for a scalar."""
     if tensor.dim() == 0:
         return [()]
-    size, whole = math.ceil(tensor.shape[0] / count), [slice(0, n) for n in tensor.shape]
-    cuts = [min(i * size, tensor.shape[0]) for i in range(count + 1)]
-    return [(slice(a, b), *whole[1:]) for a, b in itertools.pairwise(cuts)]
+    return [(rows_of_shard(len(tensor), i, count), *full_region(tensor.shape)[1:]) for i in range(count)]
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -14,8 +14,8 @@ import torch
 from foreign_models import export, save
 from plain_backend import PlainBackend, checkpoints, load
 from safetensors.torch import load_file, save_file
+from small_models import ARCHITECTURES, VOCABULARY, materialise
 from small_models import logits as logits_of
-from small_models import materialise
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.checkpoint.__main__ import main
@@ -32,16 +32,6 @@ from portable_fsdp.runtime.errors import CheckpointError
 pytestmark = pytest.mark.slow  # peft takes seconds to import
 
 Keys = dict[str, Any]
-_COMMON = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-_EXPERTS = _COMMON | {"intermediate_size": 36, "num_key_value_heads": 1, "num_experts_per_tok": 2, "head_dim": 12}
-MODELS: dict[str, Keys] = {
-    "llama": _COMMON | {"model_type": "llama", "intermediate_size": 36, "num_key_value_heads": 1},
-    "llama_tied": _COMMON | {"model_type": "llama", "intermediate_size": 36, "tie_word_embeddings": True},
-    "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 2, "n_positions": 32},
-    "qwen3_moe": _EXPERTS | {"model_type": "qwen3_moe", "num_experts": 3, "moe_intermediate_size": 20},
-    "gpt_oss": _EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 3},  # transposed weights
-    "mixtral": _EXPERTS | {"model_type": "mixtral", "num_local_experts": 3},
-}
 PLAIN: Keys = {"r": 3, "alpha": 5.0}
 # In one layer both weights, whose adapters peft nests, in the other one of them.
 _OF_EXPERTS: Keys = {"rslora": True, "rank_pattern": {r"1\.mlp\.experts\.gate_up_proj": 2}} | {
@@ -73,7 +63,7 @@ AS_PEFT_ASKS = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is
 
 def base_model(folder: Path, name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
     torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]), dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURES[name]), dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2)
@@ -85,7 +75,7 @@ def adapted(
 ) -> tuple[BuiltModel, Any, torch.optim.Optimizer]:
     """The model over the base in a folder, with memory, and an optimizer with state. `tokens`: new ones."""
     section = Model(pretrained=str(base), lora=Lora.model_validate(PLAIN | (lora or {})))
-    sizes: Keys = {"seed": 0, "seq_len": 12, "vocabulary": 61 + tokens}
+    sizes: Keys = {"seed": 0, "seq_len": 12, "vocabulary": VOCABULARY + tokens}
     built = build_model(section, Precision(**precision), keeps_ids=lambda: True, **sizes)
     trained = [weight for weight in materialise(built).parameters() if weight.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-9, momentum=0.9)
@@ -131,7 +121,7 @@ def logits(model: Any) -> torch.Tensor:
 def opened_by_peft(folder: Path, tokens: int = 0) -> Any:
     base: Any = AutoModelForCausalLM.from_pretrained(folder / "base")
     if tokens:
-        base.resize_token_embeddings(61 + tokens)
+        base.resize_token_embeddings(VOCABULARY + tokens)
     return peft.PeftModel.from_pretrained(base, str(folder / "adapters"))
 
 
@@ -268,7 +258,7 @@ def test_a_moved_base_is_known_and_another_refused(tmp_path: Path) -> None:
         allowed = opened(elsewhere, of_other, {**settings, "allow": ["model.base"]})
         assert [one.name for one in load(allowed, resumed, optimizer, resume).changes] == ["model.base"]
         assert not torch.equal(logits(resumed), logits(model))
-    with pytest.raises(CheckpointError, match=r"differ from those of this model(.|\n)*float32 \[61, 24\]  nothing"):
+    with pytest.raises(CheckpointError, match=r"differ from those of this model(.|\n)*float32 \[101, 48\]  nothing"):
         load(opened(tmp_path, None), resumed, optimizer)
     without = {"model": {"pretrained": str(moved), "dropout": None}}
     with pytest.raises(CheckpointError, match=r'of this model:\n  model\.lora: \{"r": 3, .*, now null\n +this model'):
@@ -343,7 +333,7 @@ def test_adapters_in_another_dtype(tmp_path: Path) -> None:
     whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     torch.testing.assert_close(logits(whole), logits(model), rtol=0.05, atol=0.05)
     assert not torch.equal(logits(whole), logits(model))
-    plain = save(tmp_path / "plain", AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS["llama"])))
+    plain = save(tmp_path / "plain", AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURES["llama"])))
     with pytest.raises(CheckpointError, match=r"no adapters \(model\.lora\); it has whole weights"):
         export(plain, "peft", tmp_path / "none")
 
