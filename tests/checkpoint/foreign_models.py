@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import torch
 from plain_backend import PlainBackend, checkpoints, named_tensors, with_random_state
+from small_models import ARCHITECTURES
 from torch.distributed.checkpoint.state_dict_saver import save as torch_dcp_save
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,16 +19,9 @@ from portable_fsdp.formats.exporting import export_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 
-SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 29}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {**SMALL, "model_type": "llama", "intermediate_size": 24, "num_key_value_heads": 2},
-    "qwen3": {**SMALL, "model_type": "qwen3", "intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 4},
-    "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 29, "n_positions": 32},
-    # Its config holds an infinity, which JSON lacks.
-    "mamba2": {"model_type": "mamba2", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 29, "state_size": 4}
-    | {"num_heads": 4, "head_dim": 8, "expand": 2, "n_groups": 1, "chunk_size": 8},
-}
-TIED = {**MODELS["llama"], "tie_word_embeddings": True}
+MODELS = {name: ARCHITECTURES[name] for name in ("llama", "qwen3", "gpt2", "mamba2")}
+"""The config of the last one holds an infinity, which JSON lacks."""
+TIED = ARCHITECTURES["llama_tied"]
 WIDE = {**MODELS["llama"], "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 GGML = gguf.GGMLQuantizationType
 

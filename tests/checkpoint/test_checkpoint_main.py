@@ -42,7 +42,7 @@ def test_show_prints_content_and_writer(tmp_path: Path, capsys: Capture) -> None
     assert json.loads(capsys.readouterr().out) == {"optim": {"lr": 0.001}}
     save(tmp_path / "layers", build(MODELS["llama"]))
     assert main(["show", str(tmp_path / "layers")]) == 0
-    assert "  model.layers.*.mlp.up_proj.weight  float32 [24, 16]  x 2\n" in capsys.readouterr().out
+    assert "  model.layers.*.mlp.up_proj.weight  float32 [80, 48]  x 2\n" in capsys.readouterr().out
 
 
 def test_list_shows_all_of_a_run_and_which_are_damaged(tmp_path: Path, capsys: Capture) -> None:

@@ -17,7 +17,6 @@ import torch
 from foreign_models import (
     GGML,
     MODELS,
-    SMALL,
     TIED,
     WIDE,
     assert_same,
@@ -32,6 +31,7 @@ from foreign_models import (
 )
 from plain_backend import PlainBackend, bits, checkpoints, named_tensors, random_tensor, small_model
 from safetensors.torch import load_file
+from small_models import ARCHITECTURES
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
@@ -47,7 +47,6 @@ from portable_fsdp.runtime.errors import CheckpointError
 
 pytestmark = pytest.mark.slow
 
-OPT = {"model_type": "opt", **SMALL, "ffn_dim": 24, "max_position_embeddings": 32, "word_embed_proj_dim": 16}
 UNTIED_OR_TIED = pytest.mark.parametrize("architecture", [MODELS["llama"], TIED], ids=["untied", "tied"])
 
 
@@ -198,7 +197,7 @@ def test_torch_files_of_others_are_imported(tmp_path: Path, nest: str | None) ->
 @pytest.mark.parametrize("layout", ["single", "sharded", "by index"])
 def test_transformers_folders_of_torch_files_are_imported(tmp_path: Path, layout: str) -> None:
     """As OPT is published: float16, without the prefix `model.`, the tied head beside the embedding."""
-    model = build(OPT).half()
+    model = build(ARCHITECTURES["opt"]).half()
     state = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
     folder = tmp_path / "opt"
     index = folder / "pytorch_model.bin.index.json"
