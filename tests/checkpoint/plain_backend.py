@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
 from toy.engine import ToyBackend
@@ -22,6 +23,9 @@ from portable_fsdp.layout import full_region, rows_of_shard
 from portable_fsdp.runtime.errors import CheckpointError
 
 T = TypeVar("T")
+Capture = pytest.CaptureFixture[str]
+Log = pytest.LogCaptureFixture
+Patch = pytest.MonkeyPatch
 ALONE = Partition(0, 1)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from foreign_models import MODELS, build, save
-from plain_backend import PlainBackend, checkpoints, save_once, small_model
+from plain_backend import Capture, Log, Patch, PlainBackend, checkpoints, save_once, small_model
 from torch.optim import SGD
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,8 +20,6 @@ from portable_fsdp.checkpoint.__main__ import listing, main
 from portable_fsdp.checkpoint.store import Reader
 
 pytestmark = pytest.mark.slow
-
-Capture = pytest.CaptureFixture[str]
 
 
 def test_show_prints_content_and_writer(tmp_path: Path, capsys: Capture) -> None:
@@ -122,7 +120,7 @@ MISTAKES = {
 }
 
 
-def test_mistakes_end_with_2_and_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_mistakes_end_with_2_and_one_sentence(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("text")
     Path("loop").symlink_to("loop")
@@ -173,7 +171,7 @@ def test_an_export_without_room_ends_with_2(tmp_path: Path, capsys: Capture, kin
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_an_export_takes_a_tokenizer_along(tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_export_takes_a_tokenizer_along(tmp_path: Path, capsys: Capture, caplog: Log) -> None:
     model = build(MODELS["gpt2"])
     run = str(save(tmp_path / "run", model, config={"data": {"tokenizer": "bytes"}}))
     assert main(["export", run, str(tmp_path / "own")]) == 0
@@ -194,9 +192,7 @@ def test_an_export_takes_a_tokenizer_along(tmp_path: Path, capsys: Capture, capl
     assert "exporting without a tokenizer" in caplog.text
 
 
-def test_a_step_that_retention_deletes_is_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_a_step_that_retention_deletes_is_not_damaged(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     older = save_once(tmp_path / "checkpoints", step=5)
     newest = save_once(tmp_path / "checkpoints", step=10)
 

@@ -362,8 +362,10 @@ def test_flaws_in_a_load(tmp_path: Path, place: str, count: int, lasts: bool) ->
     load_whole(Injection())
 
 
-NO_ANSWER = [("open", number) for number in (errno.EMFILE, errno.ESTALE, errno.EACCES)]
-NO_ANSWER += [("preadv", errno.EIO), *((method, errno.EACCES) for method in ("ls", "info", "cat_file"))]
+NO_ANSWER = [
+    *(("open", number) for number in (errno.EMFILE, errno.ESTALE, errno.EACCES)),
+    *(("preadv", errno.EIO), *((method, errno.EACCES) for method in ("ls", "info", "cat_file"))),
+]
 
 
 @pytest.mark.parametrize(("operation", "number"), NO_ANSWER)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from foreign_models import MODELS, TIED, assert_same, build, export, save, tensors_in, weights
 from huggingface_hub import ModelCard
-from plain_backend import PlainBackend, checkpoints, flip_last_byte, load, names
+from plain_backend import Log, Patch, PlainBackend, checkpoints, flip_last_byte, load, names
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -92,7 +92,7 @@ def test_the_card_of_an_export_names_base_license_and_data_and_no_path(tmp_path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_an_export_has_the_requested_dtype_in_files_of_the_requested_size(
-    tmp_path: Path, llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, llama: Path, dtype: str, monkeypatch: Patch
 ) -> None:
     folder = tmp_path / "export"
     monkeypatch.setattr(base, "MAX_FILE_BYTES", 20_000)
@@ -123,9 +123,7 @@ def test_a_value_too_large_for_float16_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_complete_export_replaces_an_earlier_one(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_complete_export_replaces_an_earlier_one(tmp_path: Path, llama: Path, monkeypatch: Patch) -> None:
     folder = tmp_path / "export"
     export_llama(llama, folder)
     newer = save_llama(tmp_path, seed=1, step=2)
@@ -208,7 +206,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path, llama: Path) -> None:
     assert [name for name in names(tmp_path) if name.startswith(".")] == []
 
 
-def test_links_and_the_working_folder_are_refused(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_and_the_working_folder_are_refused(tmp_path: Path, llama: Path, monkeypatch: Patch) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     with pytest.raises(CheckpointError, match="it is a link to real"):
@@ -221,7 +219,7 @@ def test_links_and_the_working_folder_are_refused(tmp_path: Path, llama: Path, m
     assert names(tmp_path) == ["a", "checkpoints", "link", "real"]
 
 
-def test_two_exports_at_once_never_mix(tmp_path: Path, llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_exports_at_once_never_mix(tmp_path: Path, llama: Path, caplog: Log) -> None:
     folder = tmp_path / "export"
     newer = save_llama(tmp_path, seed=1, step=2)
     export_llama(llama, folder, lambda _: export_llama(newer, folder))
@@ -267,9 +265,7 @@ def test_an_interrupted_file_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"], ids=["single", "sharded"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_folder_of_save_pretrained_is_imported(
-    tmp_path: Path, name: str, shard: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_save_pretrained_is_imported(tmp_path: Path, name: str, shard: str, monkeypatch: Patch) -> None:
     model = build(MODELS[name])
     model.save_pretrained(tmp_path / "hub", max_shard_size=shard)
     monkeypatch.setattr(base, "MAX_FILE_BYTES", 20_000 if shard == "20KB" else 10**9)
@@ -300,9 +296,7 @@ def test_tied_weights_that_stand_twice_must_be_equal(tmp_path: Path) -> None:
     assert not (tmp_path / "different" / "checkpoints" / "step-00000000").exists()
 
 
-def test_other_tensors_are_left_out_and_missing_or_misshapen_ones_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_tensors_are_left_out_and_missing_or_misshapen_ones_refused(tmp_path: Path, caplog: Log) -> None:
     model, norm = build(MODELS["llama"]), "model.norm.weight"
     model.save_pretrained(tmp_path / "hub")
     file = tmp_path / "hub" / "model.safetensors"

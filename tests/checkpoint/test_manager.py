@@ -13,6 +13,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from plain_backend import (
+    Log,
+    Patch,
     PlainBackend,
     checkpoints,
     in_processes,
@@ -113,9 +115,7 @@ def test_a_config_that_json_does_not_round_trip_is_refused_when_the_run_opens(tm
 # -------------------------------------------------------------------------------------------------------------- debris
 
 
-def test_the_first_save_removes_its_own_debris_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_save_removes_its_own_debris_and_nothing_else(tmp_path: Path, caplog: Log) -> None:
     save_once(tmp_path)
     for step, run in ((6, ""), (8, "another")):
         folder = tmp_path / f"step-0000000{step}.tmp-0a1b2c3d"
@@ -331,9 +331,7 @@ def test_closing_lets_a_save_commit_whose_other_process_is_a_moment_late(tmp_pat
     assert names(tmp_path) == ["step-00000005"]
 
 
-def test_closing_ends_a_save_that_waits_for_a_process_that_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_ends_a_save_that_waits_for_a_process_that_is_gone(tmp_path: Path, monkeypatch: Patch) -> None:
     alone = PlainBackend(Partition(0, 3))
     monkeypatch.setattr(alone, "gather", lambda value: [value])
     opened = checkpoints(tmp_path, alone, {"async_save": True}, wait_s=600)
@@ -408,7 +406,7 @@ def test_replicas_that_differ_are_refused_by_name_on_all_processes(tmp_path: Pat
     assert names(tmp_path) == [f"step-0000000{step}" for step in (5, 6, 7) if step != 6 or not changes]
 
 
-def test_replicas_that_differ_are_saved_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_replicas_that_differ_are_saved_by_name(tmp_path: Path, caplog: Log) -> None:
     caplog.set_level(logging.WARNING)
     assert save_unequal(tmp_path, {1: ("0.weight",)}, 2, {"allow": ["replicas"]}) == [None, None]
     assert "step-00000006: replicas differ in 1 places; saving the first:\n" in caplog.text
@@ -420,9 +418,7 @@ def test_replicas_that_differ_are_saved_by_name(tmp_path: Path, caplog: pytest.L
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("count", [1, 3, 4, 1000])
-def test_a_sum_of_bits_tells_any_bit_and_any_place(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, count: int
-) -> None:
+def test_a_sum_of_bits_tells_any_bit_and_any_place(monkeypatch: Patch, dtype: torch.dtype, count: int) -> None:
     """What digests of tensors on a device are made of."""
     monkeypatch.setattr(snapshot_module, "_ELEMENTS", 128)  # at a time
     generator = torch.Generator().manual_seed(count)

@@ -13,7 +13,7 @@ import pytest
 from fsspec.config import conf
 from fsspec.implementations.memory import MemoryFileSystem
 from in_stores import at, expect_loaded, opened, save
-from plain_backend import PlainBackend, checkpoints, refused, small_model
+from plain_backend import Capture, Patch, PlainBackend, checkpoints, refused, small_model
 from s3fs import S3FileSystem
 
 from portable_fsdp.checkpoint import commit
@@ -43,9 +43,7 @@ def test_a_local_folder_by_any_name() -> None:
         *((url, "names no bucket or server") for url in ("ftp://", "ftp:///run", "s3://", "gs://", "http://")),
     ],
 )
-def test_an_url_that_would_be_a_pattern_or_that_nothing_opens(
-    url: str, found: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_url_that_would_be_a_pattern_or_that_nothing_opens(url: str, found: str, capsys: Capture) -> None:
     """fsspec deletes all that match a pattern."""
     with pytest.raises(CheckpointError, match=re.escape(url) + f": {found}"):
         locate(url)
@@ -53,9 +51,7 @@ def test_an_url_that_would_be_a_pattern_or_that_nothing_opens(
     assert re.search(re.escape(url) + f": {found}", capsys.readouterr().err)
 
 
-def test_googles_storage_without_a_network_is_one_sentence_after_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_googles_storage_without_a_network_is_one_sentence_after_seconds(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://localhost:1")
     monkeypatch.setitem(conf, "gs", {"token": "anon"})
     monkeypatch.setattr(asyncio, "sleep", Mock(side_effect=AssertionError("gcsfs alone would pause for 31 s")))
@@ -64,7 +60,7 @@ def test_googles_storage_without_a_network_is_one_sentence_after_seconds(
     assert re.fullmatch(r"gs://bucket: no answer: Cannot connect .*\n  Check the network, .*\n", lines)
 
 
-def test_folders_made_on_the_way_have_durable_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_made_on_the_way_have_durable_names(tmp_path: Path, monkeypatch: Patch) -> None:
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
     for _ in range(2):
@@ -94,7 +90,7 @@ def test_a_step_that_another_run_saves_is_refused(url: str) -> None:
     assert store_of(at(url)).names(at(url)) == ["step-00000005", "step-00000007"]
 
 
-def test_commands_take_urls(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_take_urls(url: str, capsys: Capture) -> None:
     for step in (5, 6):
         save(f"{url}/checkpoints", step)
     for command in (["list"], ["show"], ["verify", "--all"]):
@@ -111,9 +107,7 @@ def test_commands_take_urls(url: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.proof
 @pytest.mark.usefixtures("server")
-def test_a_missing_bucket_or_credentials_end_the_run_before_the_first_step(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_bucket_or_credentials_end_the_run_before_the_first_step(monkeypatch: Patch, tmp_path: Path) -> None:
     message = refused(2, lambda backend: opened("s3://no-such-bucket/run", backend).find("auto"))
     assert re.search(r"s3://no-such-bucket/run(.|\n)*bucket", message)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

@@ -128,8 +128,10 @@ def test_padding_behind_a_document_changes_nothing(name: str) -> None:
     assert float(total) == pytest.approx(float(expected), rel=1e-5)
 
 
-APART = r"^data\.packing=documents: {}ForCausalLM doesn't keep the documents of a row apart: {}(.|\n)*Set "
-APART += r"data\.packing=none \(one document per row, padded\)\."
+APART = (
+    r"^data\.packing=documents: {}ForCausalLM doesn't keep the documents of a row apart: {}"
+    r"(.|\n)*Set data\.packing=none \(one document per row, padded\)\."
+)
 NO_MASKS = r"model\.attention=flex: \w+ForCausalLM doesn't pass forward's .*\n  Set"
 REFUSED = [  # model, attention, whether rows hold several documents
     ("bloom", "auto", True, APART.format("Bloom", "it accepts no mask of documents")),
