@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,7 +17,7 @@ from chat_templates import CHATML, DATED, TOOLS, MakeTokenizer
 
 from portable_fsdp.config.schema import Data, Model
 from portable_fsdp.data.batches import Batches
-from portable_fsdp.data.build import Corpus, build_data, predicts
+from portable_fsdp.data.build import build_data, predicts
 from portable_fsdp.data.cache import Facts, TokenizedDocuments
 from portable_fsdp.data.packing import IGNORED, Rows
 from portable_fsdp.runtime.errors import DataError
@@ -55,8 +56,6 @@ def counted(rows: Rows) -> list[int]:
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
 
-# ---------------------------------------------------------------------------------------------- what was there before
-
 
 def test_a_stream_and_its_fingerprint_are_those_of_earlier_releases(tmp_path: Path) -> None:
     """Pinned: checkpoints hold it, and another one would refuse their resume."""
@@ -70,9 +69,6 @@ def test_a_stream_and_its_fingerprint_are_those_of_earlier_releases(tmp_path: Pa
     assert corpus.fingerprint == ("04bb859e5d3ed009b42886fdec53ac07", "95f64cad147d23ee983871c230125b12")
 
 
-# ------------------------------------------------------------------------------------------------------- documents
-
-
 def test_texts_longer_than_a_row_are_cut_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "long.jsonl", ["a" * 150, "b" * 10, "c" * 64])
     with caplog.at_level(logging.INFO, "portable_fsdp"):
@@ -81,14 +77,6 @@ def test_texts_longer_than_a_row_are_cut_and_said_once(tmp_path: Path, caplog: p
         f"data: 2 documents of {path} cut into pieces: longer than data.seq_len=64"
     ]
     assert Counter(counted(corpus.rows)) == Counter(b"a" * 149 + b"b" * 9 + b"c" * 63 + b"\0\0\0")
-
-
-def test_documents_with_nothing_to_predict_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write(tmp_path / "few.jsonl", ["0000", "", "0002"])
-    with caplog.at_level(logging.INFO, "portable_fsdp"):
-        corpus = build_data(data(path, packing="documents"))
-    assert numbers(corpus.rows) == [0, 2]
-    assert any("1 document of" in line and "nothing to predict" in line for line in caplog.messages)
 
 
 def test_a_completion_longer_than_a_row_is_named_or_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -106,7 +94,14 @@ def test_a_completion_longer_than_a_row_is_named_or_counted(tmp_path: Path, capl
     assert Counter(counted(corpus.rows)) == Counter(b"c" * 67 + b"\0\0")
 
 
-def test_a_document_predicts_if_a_token_behind_its_first_counts() -> None:
+def test_a_document_predicts_if_a_token_behind_its_first_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others are left out, with a word."""
+    path = write(tmp_path / "few.jsonl", ["0000", "", "0002"])
+    with caplog.at_level(logging.INFO, "portable_fsdp"):
+        assert numbers(build_data(data(path, packing="documents")).rows) == [0, 2]
+    assert any("1 document of" in line and "nothing to predict" in line for line in caplog.messages)
     random = np.random.default_rng(0)
     for _ in range(200):
         starts = np.concatenate([[0], np.cumsum(random.integers(0, 5, size=random.integers(0, 6)))])
@@ -118,6 +113,13 @@ def test_a_document_predicts_if_a_token_behind_its_first_counts() -> None:
 
 
 def test_broken_lines_stop_or_are_counted(lines: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A wrong column is named even where they are skipped."""
+    path = re.escape(str(lines))
+    message = (
+        f"none of the 200 documents in {path} can be read, and data\\.on_error=skip leaves them out; the first:\\n"
+    )
+    with pytest.raises(DataError, match=message + f"  {path}:1: expected a column body"):
+        build_data(data(lines, on_error="skip", columns={"text": "body"}))
     content = lines.read_text().splitlines(keepends=True)
     lines.write_text("".join([*content[:3], "{broken\n", *content[4:]]))
     with pytest.raises(DataError, match=r"corpus\.jsonl:4: expected a JSON object on one line"):
@@ -129,15 +131,6 @@ def test_broken_lines_stop_or_are_counted(lines: Path, caplog: pytest.LogCapture
         corpus = build_data(keys)  # from the cache too
     assert sum("1 document of" in line and "skipped" in line and "jsonl:4" in line for line in caplog.messages) == 1
     assert sorted(numbers(corpus.rows)) == [number for number in range(200) if number != 3]
-
-
-def test_a_wrong_column_is_named_even_where_broken_lines_are_skipped(lines: Path) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"none of the 200 documents in .* can be read, and data\.on_error=skip leaves them out; the first:\n"
-        r"  .*jsonl:1: expected a column body",
-    ):
-        build_data(data(lines, on_error="skip", columns={"text": "body"}))
 
 
 def test_chats_are_packed_with_their_turns(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
@@ -218,9 +211,6 @@ def test_a_tokenizer_without_an_end_of_text_is_said(
     assert sum("bare has no end of text" in line for line in caplog.messages) == 1
 
 
-# -------------------------------------------------------------------------------------------------------- held out
-
-
 def test_a_share_held_out_is_in_one_part_or_the_other(lines: Path) -> None:
     corpus = build_data(data(lines, packing="documents", eval_split="10%"))
     assert corpus.eval_rows is not None
@@ -230,18 +220,11 @@ def test_a_share_held_out_is_in_one_part_or_the_other(lines: Path) -> None:
     fewer = build_data(data(lines, packing="none", eval_split="5%")).eval_rows
     assert fewer is not None
     assert set(numbers(fewer)) < set(held_out)  # by the document's number and nothing else
-
-
-def test_a_share_of_a_stream_is_held_out(lines: Path) -> None:
-    corpus = build_data(data(lines, eval_split="10%"))
-    whole = build_data(data(lines))
+    corpus, whole = build_data(data(lines, eval_split="10%")), build_data(data(lines))  # a stream
     assert corpus.eval_rows is not None
     assert 0 < len(corpus.eval_rows) < 20
     assert len(whole.rows) - 2 <= len(corpus.rows) + len(corpus.eval_rows) <= len(whole.rows)
     assert corpus.fingerprint[0] != whole.fingerprint[0]
-
-
-# ------------------------------------------------------------------------------------------- order, mixture, epochs
 
 
 def read_steps(rows: Rows, start: int, steps: int, *, shards: int, accumulation: int) -> list[int]:
@@ -288,26 +271,19 @@ def test_the_shares_of_a_mixture_are_held_out_of_each_part(tmp_path: Path) -> No
     assert corpus.fingerprint[0] != build_data(mixture(tmp_path, 1, 2, eval_split="20%")).fingerprint[0]
 
 
-# ----------------------------------------------------------------------------------------- fingerprint, tokenizer
-
-
 def test_an_automatic_tokenizer_is_the_models_own(make_tokenizer: MakeTokenizer, lines: Path, tmp_path: Path) -> None:
     made = make_tokenizer()
     folder = str(tmp_path / "tokenizer")
 
-    def corpus(**keys: Any) -> Corpus:
-        return build_data(data(lines, **keys), Model(pretrained=folder))
-
-    assert corpus().fingerprint == corpus(tokenizer=folder).fingerprint
-
-    def size(corpus: Corpus) -> int:
+    def corpus(model: Model | None, **keys: Any) -> tuple[object, int]:
+        corpus = build_data(data(lines, **keys), model)
         assert corpus.tokenizer is not None
-        return corpus.tokenizer.vocab_size
+        return corpus.fingerprint, corpus.tokenizer.vocab_size
 
-    assert size(corpus()) == made.vocab_size > 256
-    assert size(corpus(tokenizer="bytes")) == 256
-    own = Model(architecture={"model_type": "llama"})
-    assert size(build_data(data(lines), own)) == size(build_data(data(lines))) == 256
+    hub, own = Model(pretrained=folder), Model(architecture={"model_type": "llama"})
+    assert corpus(hub) == corpus(hub, tokenizer=folder)
+    assert corpus(hub)[1] == made.vocab_size > 256
+    assert corpus(hub, tokenizer="bytes")[1] == corpus(own)[1] == corpus(None)[1] == 256
 
 
 def test_files_that_are_held_out_are_not_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -323,10 +299,8 @@ def test_files_that_are_held_out_are_not_trained_on(tmp_path: Path, caplog: pyte
     beside = build_data(data(tmp_path / "a.jsonl", packing="none", eval_split=str(held_out)))
     assert beside.fingerprint == alone.fingerprint
     assert corpus.rows.fingerprint() != corpus.eval_rows.fingerprint()
-    assert (
-        sum(f"not trained on, although data.path names it: {held_out} and 1 more" in line for line in caplog.messages)
-        == 1
-    )
+    said = f"not trained on, although data.path names it: {held_out} and 1 more"
+    assert sum(said in line for line in caplog.messages) == 1
     for held in (tmp_path / "a.jsonl", tmp_path / "*.jsonl"):
         with pytest.raises(DataError, match=r"data\.eval_split: .* holds out all files of .* none is left to train on"):
             build_data(data(tmp_path / "a.jsonl", eval_split=str(held)))
@@ -361,18 +335,22 @@ def test_splits_that_have_rows_in_common_are_refused(
         build_data(keys)
 
 
-@pytest.mark.parametrize("eval_split", ["none.jsonl", "5 %"])
-def test_what_is_to_be_held_out_and_is_not_there_is_named_by_its_key(tmp_path: Path, eval_split: str) -> None:
-    path, problem = write(tmp_path / "a.jsonl", ["0001"]), rf"{eval_split}\n  The path is .* is written 5%\."
-    with pytest.raises(DataError, match=rf"data\.eval_split: no such file or match: {problem}"):
-        build_data(data(path, eval_split=eval_split))
+def test_what_is_to_be_held_out_and_is_not_there_is_named_by_its_key(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ["0001"])
     datasets.Dataset.from_dict({"text": ["0001"] * 20}).save_to_disk(tmp_path / "saved")
-    keys = data(tmp_path / "saved", source="huggingface", eval_split=eval_split)
-    with pytest.raises(DataError, match=rf"data\.eval_split: .* split {eval_split}: (?s:.*) is written 5%\."):
-        build_data(keys)
+    for split in ("none.jsonl", "5 %"):
+        message = rf"data\.eval_split: no such file or match: {split}\n  The path is .* is written 5%\."
+        with pytest.raises(DataError, match=message):
+            build_data(data(path, eval_split=split))
+        with pytest.raises(DataError, match=rf"data\.eval_split: .* split {split}: (?s:.*) is written 5%\."):
+            build_data(data(tmp_path / "saved", source="huggingface", eval_split=split))
 
 
 COMPLETIONS = {"format": "prompt_completion", "columns": {"prompt": "text", "completion": "text"}, "on_error": "skip"}
+NONE = (
+    r"{}: expected at least one document, found none in .*a\.jsonl {} the share that is held out "
+    r"\(data\.eval_split={}\)\.\n  Add documents, or hold {} out\."
+)
 
 
 @pytest.mark.parametrize(
@@ -385,18 +363,8 @@ COMPLETIONS = {"format": "prompt_completion", "columns": {"prompt": "text", "com
             r"data: expected at least one document of at most 64 tokens \(data\.seq_len\) with something to predict, "
             r"found none among 2 in .*a\.jsonl\.\n  Raise data\.seq_len \(the longest has 199\)\.",
         ),
-        (
-            [70, 99],
-            {"packing": "none", "eval_split": "1%"},
-            r"data\.eval_split: expected at least one document, found none in .*a\.jsonl in the share that is held out "
-            r"\(data\.eval_split=1%\)\.\n  Add documents, or hold more out\.",
-        ),
-        (
-            [70, 99],
-            {"eval_split": "99.9%"},
-            r"data: expected at least one document, found none in .*a\.jsonl outside the share that is held out "
-            r"\(data\.eval_split=99\.9%\)\.\n  Add documents, or hold less out\.",
-        ),
+        ([70, 99], {"packing": "none", "eval_split": "1%"}, NONE.format(r"data\.eval_split", "in", "1%", "more")),
+        ([70, 99], {"eval_split": "99.9%"}, NONE.format("data", "outside", r"99\.9%", "less")),
         (
             [4] * 40,
             {"eval_split": "20%"},
@@ -424,11 +392,9 @@ def test_a_mixture_of_streams_without_rows_names_its_parts(tmp_path: Path) -> No
         for name, count in (("a", 9), ("b", 12))
     ]
     keys = {"mixture": mixture, "seq_len": 64, "cache_dir": str(tmp_path / "cache")}
-    with pytest.raises(
-        DataError, match=r"data\.eval_split: .* found \d+ in .*a\.jsonl, \d+ in .*b\.jsonl in the share"
+    for more, message in (
+        ({"eval_split": "10%"}, r"data\.eval_split: .* found \d+ in .*a\.jsonl, \d+ in .*b\.jsonl in the share"),
+        ({"seq_len": 300}, r"data\.mixture: .* \(data.seq_len \+ 1, one row\), found 279 in .*a\.jsonl\.\n"),
     ):
-        build_data(Data.model_validate({**keys, "eval_split": "10%"}))
-    with pytest.raises(
-        DataError, match=r"data\.mixture: .* \(data.seq_len \+ 1, one row\), found 279 in .*a\.jsonl\.\n"
-    ):
-        build_data(Data.model_validate({**keys, "seq_len": 300}))
+        with pytest.raises(DataError, match=message):
+            build_data(Data.model_validate({**keys, **more}))

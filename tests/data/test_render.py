@@ -47,11 +47,8 @@ def render(
     form: Format, tokenizer: Tokenizer, *fields: Mapping[Any, Any], stream: bool = False, **arguments: Any
 ) -> list[Rendered | Broken]:
     examples = [Example(number, f"here:{number}", 1, item) for number, item in enumerate(fields)]
-    return renderer(documents(form, chat_template_kwargs=arguments), tokenizer, stream=stream)(examples)
-
-
-def documents(form: Format, **keys: Any) -> Data:
-    return Data(source="jsonl", path="a.jsonl", format=form, **keys)
+    data = Data(source="jsonl", path="a.jsonl", format=form, chat_template_kwargs=arguments)
+    return renderer(data, tokenizer, stream=stream)(examples)
 
 
 def render_one(form: Format, tokenizer: Tokenizer, fields: Mapping[Any, Any], **arguments: Any) -> Rendered:
@@ -77,22 +74,12 @@ def counted_text(tokenizer: Any, rendered: Rendered) -> list[str]:
     return [tokenizer._tokenizer.decode(rendered.ids[begin:end]) for begin, end in edges.reshape(-1, 2)]
 
 
-# ------------------------------------------------------------------------------------------------------------ text
-
-
-def test_text_in_a_stream_is_bare_and_ended() -> None:
-    rendered = render("text", ByteTokenizer(), {"text": "ab"}, {"text": ""}, {"text": "c\0"}, stream=True)
-    assert [item.ids.tolist() for item in rendered if isinstance(item, Rendered)] == [[97, 98, 0], [0], [99, 0]]
-
-
 @pytest.mark.parametrize("around", [None, "<begin> $A", "<begin> $A <end>"])
-def test_text_by_itself_has_what_the_tokenizer_puts_around_it_and_one_end(
-    make_tokenizer: MakeTokenizer, around: str | None
-) -> None:
+def test_one_end_and_what_the_tokenizer_puts_around_a_text(make_tokenizer: MakeTokenizer, around: str | None) -> None:
+    """Of completions, text and end count."""
     tokenizer = make_tokenizer(around=around)
     end, begin = 0, 1
-    rendered = render_one("text", tokenizer, {"text": "a b"})
-    bare = tokenizer.encode("a b").tolist()
+    rendered, bare = render_one("text", tokenizer, {"text": "a b"}), tokenizer.encode("a b").tolist()
     assert rendered.ids.tolist() == [*([begin] if around else []), *bare, end]
     assert rendered.counted is None
     spelled = "<begin>a b<end>" if around else "a b<end>"
@@ -103,9 +90,15 @@ def test_text_by_itself_has_what_the_tokenizer_puts_around_it_and_one_end(
         assert streamed.ids.tolist() == [*bare, end]
     parts = {"prompt": "<begin>a" if around else "a", "completion": " b<end>"}
     assert render_one("prompt_completion", tokenizer, parts).ids.tolist() == rendered.ids.tolist()
+    rendered = render_one("prompt_completion", tokenizer, {"prompt": "Say it:", "completion": " statement"})
+    assert counted_text(tokenizer, rendered) == [" statement<end>"]
+    assert text_of(tokenizer, rendered) == ("<begin>" if around else "") + "Say it: statement<end>"
+    assert rendered.notes == ()
 
 
-def test_what_is_no_text_is_broken_and_the_others_are_not() -> None:
+def test_text_in_a_stream_is_bare_and_ended_and_what_is_no_text_is_broken() -> None:
+    rendered = render("text", ByteTokenizer(), {"text": "ab"}, {"text": ""}, {"text": "c\0"}, stream=True)
+    assert [item.ids.tolist() for item in rendered if isinstance(item, Rendered)] == [[97, 98, 0], [0], [99, 0]]
     rendered = render("text", ByteTokenizer(), {"text": 5}, {"text": "a"}, {"text": None}, {"text": ["a"]})
     problems = [item.problem for item in rendered if isinstance(item, Broken)]
     assert problems == [f"expected text, found {what}" for what in ("a number", "null", "a list")]
@@ -113,19 +106,8 @@ def test_what_is_no_text_is_broken_and_the_others_are_not() -> None:
     assert rendered[1].ids.tolist() == [97, 0]
 
 
-# --------------------------------------------------------------------------------------------- prompt, completion
-
-
-@pytest.mark.parametrize("around", [None, "<begin> $A", "<begin> $A <end>"])
-def test_the_completion_and_its_end_count(make_tokenizer: MakeTokenizer, around: str | None) -> None:
-    tokenizer = make_tokenizer(around=around)
-    rendered = render_one("prompt_completion", tokenizer, {"prompt": "Say it:", "completion": " statement"})
-    assert counted_text(tokenizer, rendered) == [" statement<end>"]
-    assert text_of(tokenizer, rendered) == ("<begin>" if around else "") + "Say it: statement<end>"
-    assert rendered.notes == ()
-
-
 def test_a_prompt_that_ends_within_a_token_counts_from_where_they_part(make_tokenizer: MakeTokenizer) -> None:
+    """Prompts of messages that differ have a note of their own."""
     tokenizer = make_tokenizer()
     rendered = render_one("prompt_completion", tokenizer, {"prompt": "the state", "completion": "ment"})
     alone, whole = tokenizer.encode("the state").tolist(), tokenizer.encode("the statement").tolist()
@@ -134,9 +116,6 @@ def test_a_prompt_that_ends_within_a_token_counts_from_where_they_part(make_toke
     assert rendered.counted is not None
     common = next(length for length, pair in enumerate(zip(alone, whole, strict=False)) if pair[0] != pair[1])
     assert rendered.counted.tolist() == [False] * common + [True] * (len(whole) - common + 1)
-
-
-def test_prompts_of_messages_that_differ_have_a_note_of_their_own(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>robot\n'"))
     rendered = render_one("prompt_completion", tokenizer, PROMPT_OF_MESSAGES)
     assert [note[:48] for note in rendered.notes] == ["the chat template begins an answer differently t"]
@@ -156,33 +135,6 @@ def test_one_that_is_broken_leaves_the_others_as_they_are(make_tokenizer: MakeTo
         assert isinstance(rendered[0], Broken)
         assert rendered[0].problem == "the chat template refuses it: no such role: judge"
         assert [item.number for item in rendered] == [0, 1, 2]
-
-
-# ------------------------------------------------------------------------------------------------------------ chat
-
-
-@pytest.mark.parametrize(
-    ("template", "form", "expected"),
-    [
-        (CHATML, "chat", ANSWERS),
-        (GENERATION, "chat", ANSWERS),
-        (CHATML, "prompt_completion", ANSWERS[:1]),
-        (  # ends every text by the end of text
-            CHATML.replace("{% if add_g", "{% if not add_generation_prompt %}<end>{% endif %}{% if add_g"),
-            "chat",
-            [ANSWERS[0], ANSWERS[1] + "<end>"],
-        ),
-        *((told.replace(CONTENT, ONLY_LAST), "chat", ["A s<|im_end|>\n", ANSWERS[1]]) for told in (GENERATION, CHATML)),
-    ],
-)
-def test_the_assistants_turns_count(
-    make_tokenizer: MakeTokenizer, template: str, form: Format, expected: list[str]
-) -> None:
-    tokenizer: Any = make_tokenizer(template)
-    rendered = render_one(form, tokenizer, {"messages": CONVERSATION, **PROMPT_OF_MESSAGES})
-    assert counted_text(tokenizer, rendered) == expected
-    if form == "chat":
-        assert rendered.ids.tolist() == list(tokenizer._tokenizer.apply_chat_template(CONVERSATION)["input_ids"])
 
 
 SAID = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}]
@@ -220,16 +172,8 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     (TOOLS, {"tools": ["search"]}, f"{OF_TOOLS} text that isn't JSON: search"),
     (GENERATION, {"tools": SCHEMAS}, "the chat template doesn't read `tools`: it would leave the functions out"),
     (CHATML, {"tools": SCHEMAS}, "the chat template doesn't read `tools`: it would leave the functions out"),
-    (
-        CHATML,
-        {"prompt": SAID, "completion": [SAID[0]]},
-        "the completion has no assistant message, only roles",
-    ),
-    (
-        CHATML,
-        {"prompt": "a", "completion": SAID},
-        "prompt and completion must both be texts, or both messages",
-    ),
+    (CHATML, {"prompt": SAID, "completion": [SAID[0]]}, "the completion has no assistant message, only roles"),
+    (CHATML, {"prompt": "a", "completion": SAID}, "prompt and completion must both be texts, or both messages"),
 ]
 
 
@@ -250,17 +194,24 @@ RESULT, TOLD = {"role": "function", "content": "3"}, {"role": "system", "content
 SILENT, THINKING = {"role": "assistant", "content": ""}, "<think>\n\n</think>\n\n3<|im_end|>\n"
 ADDED = '<call>{"name": "add", "arguments": {"a": 1}}</call><|im_end|>\n'
 ADDED_NULL = ADDED.replace("1}", '1, "b": null}')
+ENDED = CHATML.replace("{% if add_g", "{% if not add_generation_prompt %}<end>{% endif %}{% if add_g")  # every text
 ENDLESS = CHATML.replace(" + '<|im_end|>\n'", "")
 OUTSIDE = GENERATION.replace(" + '<|im_end|>\n' }}{% endgen", " }}{% endgen").replace(
     "{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>\n' }}"
 )
 CALLED = {"role": "assistant", "tool_calls": [CALL]}  # without content
+CUT = ["A s<|im_end|>\n", ANSWERS[1]]
 THOUGHT = [SAID[0], {"role": "assistant", "content": "<think>\nadd\n</think>\n\n3"}]
 
 
 @pytest.mark.parametrize(
     ("template", "form", "fields", "expected"),
     [
+        (CHATML, "chat", {"messages": CONVERSATION}, ANSWERS),
+        (GENERATION, "chat", {"messages": CONVERSATION}, ANSWERS),
+        (CHATML, "prompt_completion", PROMPT_OF_MESSAGES, ANSWERS[:1]),
+        (ENDED, "chat", {"messages": CONVERSATION}, [ANSWERS[0], ANSWERS[1] + "<end>"]),
+        *((text.replace(CONTENT, ONLY_LAST), "chat", {"messages": CONVERSATION}, CUT) for text in (GENERATION, CHATML)),
         (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | {"training": False}, *SAID]}, ["3<|im_end|>\n"]),
         (GENERATION, "chat", {"messages": [SAID[0], SAID[1] | {"weight": 0}, *SAID]}, ["3<|im_end|>\n"]),
         (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | {"loss_mask": 0}, *SAID]}, ["3<|im_end|>\n"]),
@@ -293,17 +244,21 @@ def test_rows_as_people_write_them(
     make_tokenizer: MakeTokenizer, template: str, form: Format, fields: dict[str, Any], expected: list[str]
 ) -> None:
     """Weights, forms of functions and calls, thinking that a template cuts or adds, ends outside of a turn, alpaca."""
-    tokenizer = make_tokenizer(template)
+    tokenizer: Any = make_tokenizer(template)
     rendered = render_one(form, tokenizer, fields)
     assert counted_text(tokenizer, rendered) == expected
     text = text_of(tokenizer, rendered)
+    if fields.get("messages") is CONVERSATION:
+        assert rendered.ids.tolist() == list(tokenizer._tokenizer.apply_chat_template(CONVERSATION)["input_ids"])
     if form == "instruction":
         assert text.startswith(
             "### Instruction:\nAdd\n\n### Input:\n1+2\n" if template is None else "<|im_start|>user\nAdd\n\n1+2<"
         )
     assert text.count('"parameters"') <= 1
     assert (template == ENDLESS) == any("learn to stop" in note for note in rendered.notes)
-    assert (fields.get("messages") is THOUGHT) == any("cuts or changes" in note for note in rendered.notes)
+    assert (fields.get("messages") is THOUGHT or expected is CUT) == any(
+        "cuts or changes" in note for note in rendered.notes
+    )
 
 
 def answered(**keys: Any) -> dict[str, Any]:
@@ -361,15 +316,14 @@ def test_answers_outside_of_generation_are_noted(make_tokenizer: MakeTokenizer) 
 
 
 def test_a_tokenizer_without_a_template_is_refused(make_tokenizer: MakeTokenizer) -> None:
-    for tokenizer in (ByteTokenizer(), make_tokenizer(None)):
+    for tokenizer, form, fields, arguments in (
+        (ByteTokenizer(), "chat", (), {}),
+        (make_tokenizer(None), "chat", (), {}),
+        (ByteTokenizer(), "prompt_completion", (PROMPT_OF_MESSAGES,), {}),
+        (ByteTokenizer(), "prompt_completion", (), {"enable_thinking": False}),
+    ):
         with pytest.raises(DataError, match=r"data\.tokenizer: the tokenizer has no chat template"):
-            renderer(documents("chat"), tokenizer, stream=False)
-    for fields, arguments in (((PROMPT_OF_MESSAGES,), {}), ((), {"enable_thinking": False})):
-        with pytest.raises(DataError, match=r"data\.tokenizer: the tokenizer has no chat template"):
-            render("prompt_completion", ByteTokenizer(), *fields, **arguments)
-
-
-# ------------------------------------------------------------------------------------- tools, a template's arguments
+            render(form, tokenizer, *fields, **arguments)
 
 
 @pytest.mark.parametrize("tools", [SCHEMAS, json.dumps(SCHEMAS), [], None], ids=["list", "JSON", "empty", "null"])
@@ -396,13 +350,6 @@ def test_calls_and_arguments_of_the_template_are_rendered_and_masked_as_transfor
         assert ('"properties": {"what"' in text) == bool(listed)
 
 
-def test_arguments_of_the_template_hold_for_prompts_of_messages_too(make_tokenizer: MakeTokenizer) -> None:
-    tokenizer = make_tokenizer(TOOLS)
-    rendered = render_one("prompt_completion", tokenizer, PROMPT_OF_MESSAGES, enable_thinking=False)
-    assert counted_text(tokenizer, rendered) == ANSWERS[:1]
-    assert "<think></think>A simple one" in text_of(tokenizer, rendered)
-
-
 @pytest.mark.parametrize("form", ["chat", "prompt_completion"])
 def test_a_template_that_asks_for_the_day_is_told_the_same_one_each_day(
     make_tokenizer: MakeTokenizer, form: Format
@@ -421,8 +368,13 @@ def test_a_template_that_asks_for_the_day_is_told_the_same_one_each_day(
     assert problem_of(form, other, fields).startswith("the chat template calls strftime_now without a quoted format")
 
 
-def test_an_argument_that_the_template_does_not_read_is_refused(make_tokenizer: MakeTokenizer) -> None:
+def test_arguments_hold_for_prompts_too_and_those_that_the_template_does_not_read_are_refused(
+    make_tokenizer: MakeTokenizer,
+) -> None:
     tokenizer = make_tokenizer(TOOLS)
+    rendered = render_one("prompt_completion", tokenizer, PROMPT_OF_MESSAGES, enable_thinking=False)
+    assert counted_text(tokenizer, rendered) == ANSWERS[:1]
+    assert "<think></think>A simple one" in text_of(tokenizer, rendered)
     with pytest.raises(DataError, match=r"data\.chat_template_kwargs: .* doesn't read enable_thinkin\."):
         render("chat", tokenizer, enable_thinkin=False)
     for name in ("add_generation_prompt", "messages", "tools", "tokenize", "chat_template"):
