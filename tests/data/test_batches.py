@@ -41,16 +41,9 @@ class NumberedRows(Rows):
         return str(self.count)
 
 
-def batches(
-    rows: NumberedRows | None = None,
-    *,
-    shard: tuple[int, int] = (0, 1),
-    accumulation: int = 1,
-    start: int = 0,
-    **keys: Any,
-) -> Batches:
-    rows = rows or NumberedRows(50)
-    return Batches(rows, seed=7, global_batch=12, shard=shard, accumulation=accumulation, start=start, **keys)
+def batches(rows: NumberedRows | None = None, **keys: Any) -> Batches:
+    given: dict[str, Any] = {"seed": 7, "global_batch": 12, "shard": (0, 1), "accumulation": 1, "start": 0, **keys}
+    return Batches(rows or NumberedRows(50), **given)
 
 
 def numbers(step: StepRows) -> list[int]:
@@ -94,17 +87,6 @@ def test_a_run_that_starts_later_goes_on_where_the_other_was() -> None:
         assert resumed.consumed == 72  # the whole global batches, not this shard's rows
 
 
-def test_the_thread_makes_some_steps_ahead_and_no_more() -> None:
-    rows = NumberedRows(50)
-    with batches(rows) as feed:
-        wait_until_full(rows)
-        time.sleep(0.05)
-        assert rows.calls == STEPS_AHEAD
-        assert feed.consumed == 0
-        next(feed)
-        assert feed.consumed == 12
-
-
 def test_an_error_in_the_thread_comes_where_its_step_is_asked_for() -> None:
     with batches(NumberedRows(50, fails_at=3)) as feed:
         next(feed)
@@ -115,11 +97,14 @@ def test_an_error_in_the_thread_comes_where_its_step_is_asked_for() -> None:
         assert feed.consumed == 24
 
 
-def test_closing_ends_the_thread_also_with_steps_made_ahead() -> None:
+def test_the_thread_makes_some_steps_ahead_and_no_more_and_closing_ends_it() -> None:
     rows = NumberedRows(50)
     feed = batches(rows)
     wait_until_full(rows)
-    assert len(our_threads()) == 1
+    time.sleep(0.05)
+    assert (rows.calls, feed.consumed, len(our_threads())) == (STEPS_AHEAD, 0, 1)
+    next(feed)
+    assert feed.consumed == 12
     feed.close()
     feed.close()
     assert our_threads() == []
@@ -136,14 +121,7 @@ def test_a_global_batch_that_cannot_be_cut_is_refused_where_padding_would_count(
 
 @pytest.mark.parametrize(
     ("count", "parts", "accumulation"),
-    [
-        (5, 1, 1),
-        (1, 5, 1),
-        (4, 1, 2),
-        (1, 1, 5),
-        (3, 3, 1),
-        *((1, 1, 1), (1, 1, 4), (2, 1, 3)),
-    ],  # three without padding
+    [(5, 1, 1), (1, 5, 1), (4, 1, 2), (1, 1, 5), (3, 3, 1), (1, 1, 1), (1, 1, 4), (2, 1, 3)],  # three without padding
 )
 @pytest.mark.parametrize("numbers_count", [False, True])
 def test_padding_fills_up_a_step_and_counts_nothing(
@@ -151,10 +129,8 @@ def test_padding_fills_up_a_step_and_counts_nothing(
 ) -> None:
     """Labels that are numbers become NaN there."""
     counting = count_values if numbers_count else count_labels
-    shards = [
-        batches(shard=(index, count), parts=parts, accumulation=accumulation, count_losses=counting)
-        for index in range(count)
-    ]
+    keys: dict[str, Any] = {"parts": parts, "accumulation": accumulation, "count_losses": counting}
+    shards = [batches(shard=(index, count), **keys) for index in range(count)]
     for first in (0, 12, 24):
         steps = [next(shard) for shard in shards]
         micro_batches = [micro for step in steps for micro in step.micro_batches]

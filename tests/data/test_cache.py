@@ -1,6 +1,5 @@
 """An entry is made once, whole or not at all, whoever asks for it and whenever its maker ends; so is a file's hash."""
 
-import json
 import os
 import resource
 import shutil
@@ -75,39 +74,35 @@ def test_documents_come_back_in_order_and_are_read_once(tmp_path: Path) -> None:
     assert not entry.tokens[:].flags.writeable
 
 
-def test_only_what_belongs_to_it_is_in_an_entry(tmp_path: Path) -> None:
-    entry = tokenized(tmp_path, recipe(Texts("a", "b", "c"), even=True))
+def test_only_what_belongs_to_it_is_in_an_entry_and_what_is_broken_stops_or_is_counted(tmp_path: Path) -> None:
+    entry = tokenized(tmp_path / "even", recipe(Texts("a", "b", "c"), even=True))
     assert documents(entry) == [b"a\0", b"c\0"]
     assert entry.numbers.tolist() == [0, 2]
-    assert len(tokenized(tmp_path, recipe(Texts(), key="empty"))) == 0
-
-
-def test_what_is_broken_stops_or_is_counted(tmp_path: Path) -> None:
+    assert len(tokenized(tmp_path / "even", recipe(Texts(), key="empty"))) == 0
     source = Texts("a", Broken(1, "file:2", 1, "expected this, found that"), "c", Broken(3, "file:4", 1, "other"))
     with pytest.raises(DataError, match=r"data: file:2: expected this, found that\.\n  Correct .* data\.on_error=skip"):
         tokenized(tmp_path, recipe(source))
-    assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["even", "k.lock"]
     entry = tokenized(tmp_path, recipe(source, skip_broken=True))
     assert documents(entry) == [b"a\0", b"c\0"]
     assert entry.numbers.tolist() == [0, 2]
     assert (entry.facts.skipped, entry.facts.first_skipped) == (2, "file:2: expected this, found that")
 
 
-def test_another_version_of_the_code_makes_other_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_the_code_makes_other_entries_and_an_error_has_one_end_and_one_advice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     key = entry_key(format="text", content="x")
     assert key == entry_key(content="x", format="text")
     monkeypatch.setattr("portable_fsdp.data.cache.FORMAT", 99)
     assert entry_key(format="text", content="x") != key
-
-
-def test_an_error_has_one_end_and_one_advice() -> None:
     end = "it: No such role!\n  Correct it, or set data.on_error=skip to leave it out."
     assert refusal(Broken(0, "file:2", 1, "the template refuses it: No such role!")).endswith(end)
     end = "found a.\n  Name it: 'b'. Or set data.on_error=skip to leave it out."
     assert refusal(Broken(0, "file:2", 1, "found a.\n  Name it: 'b'")).endswith(end)
 
 
-def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+def test_a_source_that_changes_and_a_folder_that_cannot_be_written_to_are_refused(tmp_path: Path) -> None:
     class Changing(Texts):
         def content(self, cache: Path) -> str:
             return str(self.reads)
@@ -115,31 +110,24 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> No
     with pytest.raises(DataError, match="texts changed while it was read"):
         tokenized(tmp_path, recipe(Changing("a")))
     assert not (tmp_path / "k").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"data\.cache_dir: .*: can't be written: Not a directory\.\n .* set data"):
+        tokenized(tmp_path / "file" / "cache", recipe(Texts("a")))
 
 
 def test_a_damaged_entry_is_refused_with_the_way_out(tmp_path: Path) -> None:
     tokenized(tmp_path, recipe(Texts("abc")))
-    os.truncate(tmp_path / "k" / "tokens.bin", 2)
-    with pytest.raises(DataError, match=r"written by an earlier run, is damaged: .*4 bytes, found 2\n"):
-        tokenized(tmp_path, recipe(Texts("abc")))
     facts = tmp_path / "k" / "facts.json"
     flipped = facts.read_bytes().replace(b'"skipped": 0', b'"skipped": 1')
-    for damage in (
-        lambda: facts.write_bytes(flipped),
-        lambda: facts.write_text(json.dumps({"dtype": 1})),
-        facts.unlink,
+    for damage, what in (
+        (lambda: os.truncate(tmp_path / "k" / "tokens.bin", 2), r".*4 bytes, found 2\n"),
+        (lambda: facts.write_bytes(flipped), ""),
+        (lambda: facts.write_text('{"dtype": 1}'), ""),
+        (facts.unlink, ""),
     ):
         damage()
-        with pytest.raises(DataError, match="written by an earlier run, is damaged"):
+        with pytest.raises(DataError, match=rf"written by an earlier run, is damaged: {what}"):
             tokenized(tmp_path, recipe(Texts("abc")))
-
-
-def flip_a_bit(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 4]))
 
 
 @pytest.mark.parametrize(("name", "at"), [("tokens.bin", 9_000_001), ("starts.bin", 8), ("numbers.bin", 0)])
@@ -147,7 +135,9 @@ def test_a_flipped_bit_is_found_when_it_is_first_read(tmp_path: Path, name: str,
     """Protects a run from training on tokens that changed on disk, in whatever way it reads them."""
     source = recipe(Texts("x" * 10_000_000, "y"))
     tokenized(tmp_path, source)
-    flip_a_bit(tmp_path / "k" / name, at)
+    content = bytearray((tmp_path / "k" / name).read_bytes())
+    content[at] ^= 4
+    (tmp_path / "k" / name).write_bytes(content)
 
     def damage() -> Any:
         return pytest.raises(DataError, match=rf"{name}: bytes from .* changed .*\n  Delete .*/k; the next run")
@@ -200,12 +190,6 @@ def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
     assert documents(tokenized(tmp_path, recipe(Texts("abc")))) == [b"abc\0"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"data\.cache_dir: .*: can't be written: Not a directory\.\n .* set data"):
-        tokenized(tmp_path / "file" / "cache", recipe(Texts("a")))
-
-
 @pytest.mark.parametrize(("size", "count"), [(100_000, 1), (1, 1000)], ids=["tokens", "places of documents"])
 def test_no_room_for_the_cache_is_an_error_that_leaves_nothing(size: int, count: int, tmp_path: Path) -> None:
     """A file can grow no further, as on a full disk."""
@@ -214,8 +198,6 @@ def test_no_room_for_the_cache_is_an_error_that_leaves_nothing(size: int, count:
         tokenized(tmp_path, recipe(Texts(*(["x" * size] * count))))
     assert [path.name for path in tmp_path.iterdir()] == ["k.lock"]
 
-
-# ------------------------------------------------------------------------------------------------- other processes
 
 MAKER = """
 import sys
@@ -262,14 +244,14 @@ def test_a_maker_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["k", "k.lock"]
 
 
-def later(seconds: float = 2 * SETTLED_S) -> Callable[[], int]:
-    """A clock that is ahead: what is hashed by it was written long before."""
-    return lambda: time.time_ns() + int(seconds * 1e9)
+def later(seconds: float = 2 * SETTLED_S) -> int:
+    """By a clock that is ahead: what is hashed by it was written long before."""
+    return time.time_ns() + int(seconds * 1e9)
 
 
-def writes(text: str, mtime_ns: int = 1) -> Callable[[Path], object]:
+def writes(text: str) -> Callable[[Path], object]:
     """Replace the content, with the time of the change set back: ctime tells."""
-    return lambda file: (file.write_text(text), os.utime(file, ns=(0, mtime_ns)))
+    return lambda file: (file.write_text(text), os.utime(file, ns=(0, 1)))
 
 
 def replaces(file: Path) -> None:
@@ -285,29 +267,25 @@ def damages(memo: bytes) -> Callable[[Path], object]:
 
 
 Change = Callable[[Path], object]
+LONG_S, DAMAGED = 2 * SETTLED_S, (b"", b"ab", b"\xff\xfe", b"abc", b"abd 0123456789abcdef")
 NOTHING, IN_THE_WAY = (lambda file: None), (lambda file: (file.parent / "hashes").write_text("in the way"))
 
 
 @pytest.mark.parametrize(
-    ("before", "change", "clock", "made"),
+    ("before", "change", "ahead_s", "made"),
     [
-        (NOTHING, NOTHING, later(), ["abc"]),
-        (NOTHING, writes("abd"), later(), ["abc", "abd"]),
-        (writes("abd"), writes("abe"), later(), ["abd", "abe"]),
-        (NOTHING, replaces, later(), ["abc", "xyz"]),
-        (NOTHING, NOTHING, later(SETTLED_S - 5), ["abc"] * 3),  # a young file is hashed again
-        (NOTHING, NOTHING, later(-60), ["abc"] * 3),  # a file server's clock is ahead
-        *((NOTHING, damages(memo), later(), ["abc"] * 2) for memo in (b"", b"ab", b"\xff\xfe", b"abc")),
-        (NOTHING, damages(b"abd 0123456789abcdef"), later(), ["abc"] * 2),
-        (IN_THE_WAY, NOTHING, later(), ["abc"] * 3),  # a folder that can't be written to only costs time
+        (NOTHING, NOTHING, LONG_S, ["abc"]),
+        (NOTHING, writes("abd"), LONG_S, ["abc", "abd"]),
+        (writes("abd"), writes("abe"), LONG_S, ["abd", "abe"]),
+        (NOTHING, replaces, LONG_S, ["abc", "xyz"]),
+        (NOTHING, NOTHING, SETTLED_S - 5, ["abc"] * 3),  # a young file is hashed again
+        (NOTHING, NOTHING, -60, ["abc"] * 3),  # a file server's clock is ahead
+        *((NOTHING, damages(memo), LONG_S, ["abc"] * 2) for memo in DAMAGED),
+        (IN_THE_WAY, NOTHING, LONG_S, ["abc"] * 3),  # a folder that can't be written to only costs time
     ],
 )
 def test_a_memo_is_of_the_files_it_was_made_of(
-    tmp_path: Path,
-    before: Callable[[Path], object],
-    change: Callable[[Path], object],
-    clock: Callable[[], int],
-    made: Any,
+    tmp_path: Path, before: Change, change: Change, ahead_s: float, made: list[str]
 ) -> None:
     """`made`: what is hashed by a first call, and by two more after `change`."""
     file, hashed = tmp_path / "corpus.txt", list[str]()
@@ -319,14 +297,20 @@ def test_a_memo_is_of_the_files_it_was_made_of(
         return hashed[-1]
 
     for number in range(3):
-        assert remembered(tmp_path / "hashes", [file], "text", make, clock=clock) == file.read_text()
+        assert remembered(tmp_path / "hashes", [file], "text", make, clock=lambda: later(ahead_s)) == file.read_text()
         if number == 0:
             change(file)
     assert hashed == made
 
 
 def test_a_corpus_is_not_read_a_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's own library, which nobody has written to for 10 seconds."""
+    """The interpreter's own library, which nobody has written to for 10 seconds. And a run remembers its rows."""
+    data = Data(source="python_docs", cache_dir=str(tmp_path / "run"))
+    fingerprints = set[object]()
+    for _ in range(2):
+        fingerprints.add(build_data(data).fingerprint)
+        assert len(list((tmp_path / "run/hashes").iterdir())) == 1  # the rows'; that corpus has no files
+    assert len(fingerprints) == 1
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     digest = hash_of_files(files, tmp_path)
     assert hash_of_files(files[1:], tmp_path) != digest == hash_of_files(files, tmp_path / "2")
@@ -338,7 +322,7 @@ def test_tokens_are_not_read_a_second_time_for_a_fingerprint(tmp_path: Path) -> 
     """The second rows don't even have the tokens that the fingerprint is of."""
     file = tmp_path / "tokens.bin"
     file.write_bytes(bytes(range(200)))
-    remember = partial(remembered, tmp_path / "hashes", [file], clock=later())
+    remember = partial(remembered, tmp_path / "hashes", [file], clock=later)
     tokens, none = np.frombuffer(file.read_bytes(), np.uint8), np.zeros(200, np.uint8)
     assert PackedRows(tokens, 8, remember).fingerprint() == PackedRows(tokens, 8).fingerprint()
     assert PackedRows(none, 8, remember).fingerprint() == PackedRows(tokens, 8).fingerprint()
@@ -351,11 +335,3 @@ def test_tokens_are_not_read_a_second_time_for_a_fingerprint(tmp_path: Path) -> 
 
     assert rows(tokens, remember=remember) == rows(tokens) == rows(none, remember=remember)
     assert rows(tokens, fewer, remember=remember) == rows(tokens, fewer) != rows(tokens)
-
-
-def test_a_run_remembers_its_corpus_and_its_rows(tmp_path: Path) -> None:
-    data = Data(source="python_docs", cache_dir=str(tmp_path))
-    fingerprint = build_data(data).fingerprint
-    assert len(list((tmp_path / "hashes").iterdir())) == 1  # the rows'; that corpus has no files
-    assert build_data(data).fingerprint == fingerprint
-    assert len(list((tmp_path / "hashes").iterdir())) == 1

@@ -11,15 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from portable_fsdp.data.document_rows import DocumentRows, best_fit, cut
-from portable_fsdp.data.packing import (
-    IGNORED,
-    Int64s,
-    MixedRows,
-    PackedRows,
-    sample_indices,
-    share_of_numbers,
-    shares_of,
-)
+from portable_fsdp.data.packing import IGNORED, MixedRows, PackedRows, sample_indices, share_of_numbers, shares_of
 
 
 def test_labels_are_the_next_tokens_and_each_token_is_predicted_once() -> None:
@@ -31,9 +23,6 @@ def test_labels_are_the_next_tokens_and_each_token_is_predicted_once() -> None:
     assert batch["input_ids"].flatten().tolist() == stream[:counted].tolist()
     assert batch["labels"].flatten().tolist() == stream[1 : counted + 1].tolist()
     assert not (batch["labels"] == IGNORED).any()
-
-
-def test_rows_come_as_asked_in_int64() -> None:
     batch = PackedRows(np.arange(200, dtype=np.uint8), 3).rows(np.array([40, 0, 40]))
     assert batch["input_ids"].tolist() == [[120, 121, 122], [0, 1, 2], [120, 121, 122]]
     assert batch["labels"].tolist() == [[121, 122, 123], [1, 2, 3], [121, 122, 123]]
@@ -43,9 +32,6 @@ def test_rows_come_as_asked_in_int64() -> None:
     alone = PackedRows(np.arange(20, dtype=np.uint8), 4).rows(np.array([1]))
     alone["labels"].fill_(IGNORED)  # as an evaluation does in rows that only fill its last batch
     assert alone["input_ids"].tolist() == [[4, 5, 6, 7]]
-
-
-# ------------------------------------------------------------------------------------------------------- documents
 
 
 def documents(*lengths: int, seq_len: int, counted: NDArray[np.bool_] | None = None, **keys: Any) -> DocumentRows:
@@ -59,6 +45,7 @@ def documents(*lengths: int, seq_len: int, counted: NDArray[np.bool_] | None = N
 
 
 def test_documents_share_a_row_each_with_positions_and_a_segment_of_its_own() -> None:
+    """Or has one alone, padded; only tokens that count are labels."""
     rows = documents(3, 4, 2, seq_len=6)
     assert len(rows) == 2
     batch = rows.rows(np.array([0, 1]))
@@ -71,15 +58,9 @@ def test_documents_share_a_row_each_with_positions_and_a_segment_of_its_own() ->
     for tensor in batch.values():
         assert tensor.dtype == torch.int64
         assert tensor.is_contiguous()
-
-
-def test_one_document_a_row_is_padded() -> None:
     batch = documents(3, 4, 2, seq_len=5, several=False).rows(np.array([2, 0]))
     assert batch["input_ids"].tolist() == [[107, 108, 7, 7, 7], [100, 101, 102, 7, 7]]
     assert batch["segments"].tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
-
-
-def test_only_tokens_that_count_are_labels() -> None:
     counted = np.array([True, False, True, True, False, True, True])
     batch = documents(4, 3, seq_len=4, counted=counted).rows(np.array([0, 1]))
     assert batch["labels"].tolist() == [[-100, 102, 103, -100], [105, 106, -100, -100]]
@@ -98,36 +79,25 @@ def test_each_token_but_a_documents_first_is_predicted_once_however_it_is_cut(se
     assert torch.equal(batch["segments"] == 0, batch["input_ids"] == 7)
 
 
-@pytest.mark.parametrize(
-    ("length", "lengths"), [(1, [1]), (4, [4]), (5, [4]), (6, [4, 2]), (9, [4, 4]), (10, [4, 4, 2])]
-)
-def test_a_documents_last_token_is_no_piece_of_its_own(length: int, lengths: list[int]) -> None:
-    pieces = cut(np.array([7]), np.array([length]), 4)
-    assert pieces.lengths.tolist() == lengths
-    assert pieces.starts.tolist() == list(range(7, 7 + 4 * len(lengths), 4))
+def test_a_documents_last_token_is_no_piece_of_its_own() -> None:
+    for length, lengths in {1: [1], 4: [4], 5: [4], 6: [4, 2], 9: [4, 4], 10: [4, 4, 2]}.items():
+        pieces = cut(np.array([7]), np.array([length]), 4)
+        starts = list(range(7, 7 + 4 * len(lengths), 4))
+        assert (pieces.lengths.tolist(), pieces.starts.tolist()) == (lengths, starts), length
 
 
-def test_a_row_does_not_depend_on_those_asked_with_it() -> None:
+def test_a_row_does_not_depend_on_those_asked_with_it_and_a_fingerprint_on_all_that_rows_are_made_of() -> None:
     rows = documents(*np.random.default_rng(0).integers(2, 9, size=100).tolist(), seq_len=10)
     all_rows = rows.rows(np.arange(len(rows)))
     for index in range(len(rows)):
         alone = rows.rows(np.array([index]))
         assert all(torch.equal(alone[name][0], all_rows[name][index]) for name in all_rows)
     assert rows.rows(np.array([], dtype=np.int64))["labels"].shape == (0, 10)
-
-
-def test_a_fingerprint_follows_everything_that_rows_are_made_of() -> None:
-    counted = np.ones(9, np.bool_)
-    fewer = counted.copy()
-    fewer[3] = False
-    others = [documents(3, 4, 2, seq_len=7), documents(4, 3, 2, seq_len=6)]
-    others += [documents(3, 4, 2, seq_len=6, counted=each) for each in (counted, fewer)]
-    rows = [documents(3, 4, 2, seq_len=6), *others, documents(3, 4, 2, seq_len=6, several=False)]
-    assert len({each.fingerprint() for each in rows}) == 6
-    assert documents(3, 4, 2, seq_len=6).fingerprint() == rows[0].fingerprint()
-
-
-# --------------------------------------------------------------------------------------------------------- mixture
+    others = [documents(3, 4, 2, seq_len=7), documents(4, 3, 2, seq_len=6), documents(3, 4, 2, seq_len=6)]
+    others += [documents(3, 4, 2, seq_len=6, counted=each) for each in (np.full(9, True), np.arange(9) != 3)]
+    others.append(documents(3, 4, 2, seq_len=6, several=False))
+    assert len({each.fingerprint() for each in others}) == 6
+    assert documents(3, 4, 2, seq_len=6).fingerprint() == others[2].fingerprint()
 
 
 def test_a_mixture_numbers_the_rows_of_its_parts_one_after_the_other() -> None:
@@ -139,9 +109,6 @@ def test_a_mixture_numbers_the_rows_of_its_parts_one_after_the_other() -> None:
     assert batch["labels"].tolist() == [[207, 208], [1, 2], [101, 102], [107, 108], [201, 202]]
     others = MixedRows(parts, [1, 1, 1]), MixedRows(parts[::-1], [1, 1, 2])
     assert len({mixed.fingerprint(), *(other.fingerprint() for other in others)}) == 3
-
-
-# -------------------------------------------------------------------------------------------------------- best fit
 
 
 def plain(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -156,11 +123,6 @@ def plain(lengths: list[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def packed_lengths(lengths: Int64s, capacity: int) -> list[list[int]]:
-    order, starts = best_fit(lengths, capacity)
-    return [lengths[order[begin:end]].tolist() for begin, end in pairwise(starts.tolist())]
-
-
 @pytest.mark.parametrize("capacity", [1, 7, 16, 100])
 @pytest.mark.parametrize("count", [0, 1, 5, 300])
 def test_rows_are_those_of_the_definition(capacity: int, count: int) -> None:
@@ -168,19 +130,20 @@ def test_rows_are_those_of_the_definition(capacity: int, count: int) -> None:
     for highest in {1, max(1, capacity // 3), capacity}:
         lengths = random.integers(1, highest, size=count, endpoint=True)
         expected = plain(lengths.tolist(), capacity)
-        packed = packed_lengths(lengths, capacity)
+        order, starts = best_fit(lengths, capacity)
+        packed = [lengths[order[begin:end]].tolist() for begin, end in pairwise(starts.tolist())]
         # Which of two rows with equal room takes a document is nobody's choice: it changes no row's sum.
         assert sorted(map(sum, packed)) == sorted(map(sum, expected))
         assert sorted(length for row in packed for length in row) == sorted(lengths.tolist())
 
 
-@pytest.mark.parametrize("capacity", [2048, 8192])
-def test_a_million_documents_take_seconds_and_waste_less_than_a_percent(capacity: int) -> None:
-    lengths = np.random.default_rng(1).lognormal(5.5, 1.0, size=1_000_000).astype(np.int64).clip(2, capacity)
-    began = time.process_time()
-    _, starts = best_fit(lengths, capacity)
-    assert time.process_time() - began < 20
-    assert 1 - lengths.sum() / ((len(starts) - 1) * capacity) < 0.01
+def test_a_million_documents_take_seconds_and_waste_less_than_a_percent() -> None:
+    for capacity in (2048, 8192):
+        lengths = np.random.default_rng(1).lognormal(5.5, 1.0, size=1_000_000).astype(np.int64).clip(2, capacity)
+        began = time.process_time()
+        _, starts = best_fit(lengths, capacity)
+        assert time.process_time() - began < 20
+        assert 1 - lengths.sum() / ((len(starts) - 1) * capacity) < 0.01
 
 
 WORD = 2**64 - 1
@@ -209,21 +172,18 @@ def scalar_index(seed: int, position: int, rows: int) -> int:
             return value
 
 
-def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
-    return sample_indices(seed, np.arange(epoch * rows, (epoch + 1) * rows), rows)
-
-
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 15, 16, 17, 1000, 4096, 4097, 65537])
 def test_an_epoch_visits_every_row_once(rows: int) -> None:
     for epoch in (0, 1, 7):
-        assert np.array_equal(np.sort(epoch_order(3, epoch, rows)), np.arange(rows))
+        order = sample_indices(3, np.arange(epoch * rows, (epoch + 1) * rows), rows)
+        assert np.array_equal(np.sort(order), np.arange(rows))
 
 
 def test_values_never_change() -> None:
     """Pinned: another order here would silently give every saved run other data after its resume."""
     assert scalar_mix(0) == 0xE220A8397B1DCDAF  # the first output of splitmix64 with seed 0, as published
-    assert epoch_order(0, 0, 10).tolist() == [8, 0, 4, 7, 5, 2, 1, 6, 9, 3]
-    assert epoch_order(0, 1, 10).tolist() == [6, 8, 2, 4, 0, 3, 5, 7, 9, 1]
+    epochs = [8, 0, 4, 7, 5, 2, 1, 6, 9, 3], [6, 8, 2, 4, 0, 3, 5, 7, 9, 1]
+    assert sample_indices(0, np.arange(20), 10).tolist() == [*epochs[0], *epochs[1]]
 
 
 @pytest.mark.parametrize(("seed", "rows"), [(0, 1), (1, 2), (2, 3), (7, 100), (2**63 + 5, 257), (2**64 - 1, 10**12)])
@@ -231,9 +191,6 @@ def test_the_arrays_equal_the_definition(seed: int, rows: int) -> None:
     positions = np.array([0, 1, 2, 55, 99, 100, 10**6, 10**9 + 7, 2**62])
     assert sample_indices(seed, positions, rows).tolist() == [scalar_index(seed, int(p), rows) for p in positions]
     assert sample_indices(seed, positions, rows).dtype == np.int64
-
-
-# --------------------------------------------------------------------------------------------------------- mixture
 
 
 def test_weights_become_whole_shares_in_lowest_terms() -> None:
@@ -264,16 +221,14 @@ def test_each_source_of_a_mixture_goes_through_its_own_epochs(weights: tuple[flo
         assert own.max() == -(-blocks * share // size)
 
 
-def test_a_mixture_keeps_its_shares_at_any_position() -> None:
+def test_a_mixture_keeps_its_shares_at_any_position_and_its_values_for_ever() -> None:
+    """Whatever is asked with them."""
     mixture = mixed([1000, 500], [0.637, 0.363])
     assert mixture.shares == (637, 363)
     for first in (0, 5000, 10**9):
         indices = mixture.order(0, np.arange(first, first + 1000))
         assert (indices < 1000).sum() == 637
         assert 0 < (indices[:100] < 1000).sum() < 100  # not one source after the other
-
-
-def test_a_mixtures_values_never_change_whatever_is_asked_with_them() -> None:
     mixture, expected = mixed([10, 4], [3, 1]), [0, 6, 7, 11, 2, 12, 9, 8, 10, 4, 1, 5]
     assert mixture.order(0, np.arange(12)).tolist() == expected
     positions = np.array([11, 2**40, 3, 0])
