@@ -50,19 +50,17 @@ def test_bytes_and_their_export_give_the_same_ids_and_the_text_again(exported: A
     assert exported.decode(ids.tolist()) == text
 
 
-def test_every_byte_has_its_value_as_id(exported: Any) -> None:
+def test_every_byte_has_its_value_as_id_in_the_smallest_dtype_that_holds_the_vocabulary(exported: Any) -> None:
     ours = load_tokenizer("bytes")
     assert sorted(exported.get_vocab().values()) == list(range(256)) == list(range(len(exported)))
     assert exported.eos_token_id == exported.pad_token_id == ours.end_of_text == ours.padding == 0
     assert ours.vocab_size == 256
+    dtypes = {1: "u1", 256: "u1", 257: "u2", 65536: "u2", 65537: "u4"}
+    assert {size: token_dtype(size) for size in dtypes} == {size: np.dtype(dtype) for size, dtype in dtypes.items()}
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(1, "u1"), (256, "u1"), (257, "u2"), (65536, "u2"), (65537, "u4")])
-def test_the_dtype_is_the_smallest_that_holds_the_vocabulary(vocab_size: int, dtype: str) -> None:
-    assert token_dtype(vocab_size) == np.dtype(dtype)
-
-
-def test_a_folder_of_transformers_opens_and_saves(tmp_path: Path) -> None:
+def test_a_folder_of_transformers_opens_and_saves_and_a_bare_tokenizer_json_names_no_end(tmp_path: Path) -> None:
+    """Nothing is put around a text."""
     saved = PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(), unk_token="<unk>", eos_token="</s>")
     saved.save_pretrained(tmp_path / "one")
     load_tokenizer(str(tmp_path / "one")).save(tmp_path / "two")
@@ -72,24 +70,29 @@ def test_a_folder_of_transformers_opens_and_saves(tmp_path: Path) -> None:
         ids = tokenizer.encode("c a zebra b")
         assert ids.tolist() == [3, 1, 0, 2]
         assert ids.dtype == np.uint16
-
-
-def test_a_bare_tokenizer_json_names_no_end_and_nothing_is_put_around_a_text(tmp_path: Path) -> None:
-    tokenizer = word_tokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 300)])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    bare = word_tokenizer()
+    bare.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 300)])
+    bare.save(str(tmp_path / "tokenizer.json"))
     opened = load_tokenizer(str(tmp_path))
     assert opened.encode("a b").tolist() == [1, 2]
     assert opened.end_of_text is None
 
 
-def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And code beside one is never run."""
     with pytest.raises(DataError, match=r"data\.tokenizer: no such folder: byte\n  Name bytes, a folder "):
         load_tokenizer("byte")
     with pytest.raises(DataError, match=r"data\.tokenizer: .* has neither tokenizer_config\.json nor tokenizer\.json"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"data\.tokenizer: .*: transformers can't open it: "):
+        load_tokenizer(str(tmp_path))
+    word_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "own.py").write_text("raise SystemExit('ran')")
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")  # transformers would ask whether to run it
+    with pytest.raises(DataError, match=r"data\.tokenizer: .*: transformers can't open it: .*custom code"):
         load_tokenizer(str(tmp_path))
 
 
@@ -99,8 +102,6 @@ def test_bytes_need_no_transformers() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
-
-# ------------------------------------------------------------------------------------------ the model's own tokenizer
 
 OWN = ["<eos>", "a", "b", "c"]
 
@@ -123,22 +124,20 @@ def write_tokenizer(folder: Path, words: list[str], *added: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("words", "added", "keeps"),
-    [
-        (OWN, (), True),
-        (OWN, ("<tool>", "d"), True),
-        ([*OWN, "d"], (), True),
-        (["<eos>", "b", "a", "c"], ("d",), False),  # the same tokens under other ids
-        (["<eos>", "a", "b"], ("d", "e"), False),  # one is missing
-    ],
-)
-def test_all_tokens_stay_under_their_ids(tmp_path: Path, words: list[str], added: tuple[str, ...], keeps: bool) -> None:
+def test_all_tokens_stay_under_their_ids(tmp_path: Path) -> None:
+    """A model's own needs no look, and without one it can't be told."""
     own = write_tokenizer(tmp_path / "model", OWN)
-    assert keeps_ids(Model(pretrained=own), write_tokenizer(tmp_path / "tokenizer", words, *added)) is keeps
-
-
-def test_its_own_needs_no_look_and_without_one_it_cannot_be_told(tmp_path: Path) -> None:
+    for number, (words, added, keeps) in enumerate(
+        (
+            (OWN, (), True),
+            (OWN, ("<tool>", "d"), True),
+            ([*OWN, "d"], (), True),
+            (["<eos>", "b", "a", "c"], ("d",), False),  # the same tokens under other ids
+            (["<eos>", "a", "b"], ("d", "e"), False),  # one is missing
+        )
+    ):
+        name = write_tokenizer(tmp_path / str(number), words, *added)
+        assert keeps_ids(Model(pretrained=own), name) is keeps, (words, added)
     (tmp_path / "empty").mkdir()
     model = Model(pretrained=str(tmp_path / "empty"))
     assert tokenize.keeps_ids(model, str(tmp_path / "empty"), load_tokenizer("bytes"))  # not asked
@@ -161,12 +160,8 @@ def test_another_models_tokenizer_is_refused_unless_allowed(tmp_path: Path, capl
         for part in (expected, f"differ: {count};", "data.tokenizer=auto", "model.allow='[lm_head, data.tokenizer]'"):
             assert part in str(error.value)
         require_own_ids(Model(pretrained=own, allow=("lm_head", "data.tokenizer")), tokenizer)
-    for tokenizer in (
-        own,
-        "auto",
-        write_tokenizer(tmp_path / "smaller", OWN[:2]),
-        write_tokenizer(tmp_path / "grown", OWN, "d"),
-    ):
+    smaller, grown = write_tokenizer(tmp_path / "smaller", OWN[:2]), write_tokenizer(tmp_path / "grown", OWN, "d")
+    for tokenizer in (own, "auto", smaller, grown):
         require_own_ids(Model(pretrained=own), tokenizer)
     load_tokenizer("bytes").save(tmp_path / "export")
     require_own_ids(Model(pretrained=str(tmp_path / "export")), "bytes")
@@ -174,16 +169,6 @@ def test_another_models_tokenizer_is_refused_unless_allowed(tmp_path: Path, capl
     with caplog.at_level(logging.INFO):
         require_own_ids(Model(pretrained=str(tmp_path / "empty")), "bytes")
     assert caplog.messages == [f"model.pretrained: {tmp_path}/empty: no tokenizer to compare data.tokenizer=bytes with"]
-
-
-def test_code_beside_a_tokenizer_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    word_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "own.py").write_text("raise SystemExit('ran')")
-    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    monkeypatch.setattr("builtins.input", lambda prompt: "y")  # transformers would ask whether to run it
-    with pytest.raises(DataError, match=r"data\.tokenizer: .*: transformers can't open it: .*custom code"):
-        load_tokenizer(str(tmp_path))
 
 
 _MESSAGES = [{"role": "user", "content": "a" * 40 + "b"}, {"role": "assistant", "content": "c"}]
@@ -203,11 +188,13 @@ def build(folder: Path, *, form: Format, template: str = "", split: str | None =
     build_data(Data(source="jsonl", path=path, format=form, seq_len=8, tokenizer=str(tokenizer), cache_dir=cache))
 
 
-def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:
-    """Protects a host from code in a template; nothing is left in the cache."""
+def test_a_template_runs_in_a_sandbox_and_a_panic_ends_in_a_sentence(tmp_path: Path) -> None:
+    """Protects a host from code in a template; nothing is left in the cache. A panic is no Exception."""
     with pytest.raises(DataError, match="refuses it: access to attribute '__class__' of 'str' object is unsafe"):
         build(tmp_path, form="chat", template="{{ ''.__class__.__mro__ }}")
     assert not list(tmp_path.glob("cache/*.tmp-*"))
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the tokenizer or its chat template failed"):
+        build(tmp_path, form="text", split="(a+)+$")
 
 
 def test_several_templates_need_a_default(tmp_path: Path) -> None:
@@ -217,9 +204,3 @@ def test_several_templates_need_a_default(tmp_path: Path) -> None:
         (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text("{{ messages }}")
     with pytest.raises(DataError, match="multiple chat templates with no default"):
         load_tokenizer(str(tmp_path))
-
-
-def test_a_panic_ends_in_a_sentence(tmp_path: Path) -> None:
-    """Protects a start from a tokenizer.json: a panic is no Exception."""
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: the tokenizer or its chat template failed"):
-        build(tmp_path, form="text", split="(a+)+$")
