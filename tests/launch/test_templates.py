@@ -43,9 +43,6 @@ def program(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-# ---------------------------------------------------------------------------------------------------------- scripts
-
-
 def test_scripts_are_sound_bash() -> None:
     for script in SCRIPTS:
         assert os.access(script, os.X_OK) == (script.name != "tpu_workers.sh"), f"{script}: is it executable?"
@@ -73,9 +70,6 @@ def test_dry_runs(tmp_path: Path, assert_golden: Callable[[Path, str], None]) ->
     assert_golden(path, "\n".join(f"$ {line}\nexit {d.returncode}\n{d.stdout}{d.stderr}" for line, d in played))
 
 
-# --------------------------------------------------------------------------------------------- a worker of a TPU VM
-
-
 def worker_line(folder: Path, *arguments: str) -> str:
     """The command line that tpu_vm.sh hands to its workers, as a dry run prints it; checks the words on the way.
 
@@ -88,29 +82,26 @@ def worker_line(folder: Path, *arguments: str) -> str:
     return [word.removeprefix("--command=") for word in words if word.startswith("--command=")][-1]
 
 
-def set_up_worker(folder: Path, python: str) -> list[str]:
+def set_up_worker(folder: Path, python: str, *words: str) -> list[str]:
     """Make a checkout in `folder` whose Python is this script of bash; return what starts a run there."""
     program(folder / "portable_fsdp/.venv/bin", "python", python)
     (folder / "portable_fsdp/build").mkdir()
     (folder / "portable_fsdp/build/installed").touch()
-    (folder / "programs").mkdir()
-    return ["bash", "-c", worker_line(folder / "programs", "run", "--config=c.yaml")]
+    (folder / "programs").mkdir(exist_ok=True)
+    return ["bash", "-c", worker_line(folder / "programs", "run", *(words or ["--config=c.yaml"]))]
 
 
 @pytest.mark.slow
 def test_a_worker_trains_outlives_its_connection_and_stops_on_request(tmp_path: Path) -> None:
-    home, bin_folder = tmp_path / "it's $HOME", tmp_path / "bin"
-    bin_folder.mkdir()
-    home.mkdir()
+    home = tmp_path / "it's $HOME"
+    (home / "programs").mkdir(parents=True)
     endless = ["train.steps=100000", "train.log_every=1", "checkpoint.every=null"]
     words = ["--device=cpu", f"--config={tiny_config(home)}", f"run.dir={home / 'run'}", *endless]
-    command, stop = (["bash", "-c", worker_line(bin_folder, *w)] for w in (["run", *words], ["stop"]))
-    finish(command, home, 66)  # no checkout yet
+    stop = ["bash", "-c", worker_line(home / "programs", "stop")]
+    finish(["bash", "-c", worker_line(home / "programs", "run", *words)], home, 66)  # no checkout yet
+    command = set_up_worker(home, f'PYTHONPATH="{ROOT}" exec "{sys.executable}" "$@"', *words)
     checkout = home / "portable_fsdp"
-    program(checkout / ".venv/bin", "python", f'PYTHONPATH="{ROOT}" exec "{sys.executable}" "$@"')
-    (checkout / "build").mkdir()
-    (checkout / "build/installed").touch()
-    wrong = worker_line(bin_folder, "run", *words, 'run.name=`id` "&" *', "train.step=1")
+    wrong = worker_line(home / "programs", "run", *words, 'run.name=`id` "&" *', "train.step=1")
     assert "train.step: unknown key" in finish(["bash", "-c", wrong], home, 2).out
     with started(command, home) as first:
         first.wait_until(lambda: "step: 2/" in first.out)
@@ -130,33 +121,31 @@ def test_a_worker_trains_outlives_its_connection_and_stops_on_request(tmp_path: 
     assert len(committed(home / "run")) == 1
 
 
+ENDS_OF_A_RUN = {"exit 0": 0, "touch build/stop; exit 143": 143, "exit 143": 75, "exit 1": 1}
+
+
 @pytest.mark.parametrize(
-    ("has_torchtpu", "answer", "code", "output"),
+    ("has_torchtpu", "answer", "ends", "code", "output"),
     [
-        (True, "echo -n unknown:unknown:10.0.0.2,unknown:unknown:10.0.0.3", 0, "worker 1 of 10.0.0.2,10.0.0.3\n"),
-        (True, "exit 22", 1, ""),
-        (True, "echo -n unknown:unknown:", 1, ""),
-        (False, "exit 22", 0, "worker  of \n"),
+        (True, "echo -n unknown:unknown:10.0.0.2,unknown:unknown:10.0.0.3", "", 0, "worker 1 of 10.0.0.2,10.0.0.3\n"),
+        (True, "exit 22", "", 1, ""),
+        (True, "echo -n unknown:unknown:", "", 1, ""),
+        # Without torchtpu nobody is asked. A TPU that is about to end may look usable for another minute: `run` shall
+        # start again, and not end with 143, as after a stop by its user.
+        *((False, "exit 22", f"; {end}", code, "worker  of \n") for end, code in ENDS_OF_A_RUN.items()),
     ],
-    ids=["the slice", "no attribute", "no addresses", "torch_xla asks nobody"],
 )
-def test_a_worker_with_torchtpu_names_the_slice_or_fails(
-    has_torchtpu: bool, answer: str, code: int, output: str, tmp_path: Path
+def test_a_worker_with_torchtpu_names_the_slice_or_fails_and_tells_how_its_run_ended(
+    has_torchtpu: bool, answer: str, ends: str, code: int, output: str, tmp_path: Path
 ) -> None:
-    command = set_up_worker(tmp_path, 'echo "worker $TPU_WORKER_ID of $TPU_WORKER_HOSTNAMES"')
+    command = set_up_worker(tmp_path, f'echo "worker $TPU_WORKER_ID of $TPU_WORKER_HOSTNAMES"{ends}')
     metadata = f"case ${{@: -1}} in */agent-worker-number) echo -n 1 ;; */worker-network-endpoints) {answer} ;; esac"
     program(tmp_path / "bin", "curl", metadata)
     if has_torchtpu:
         (tmp_path / "portable_fsdp/.venv/lib/python3.11/site-packages/torch_tpu").mkdir(parents=True)
     done = finish(command, tmp_path, code, PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin")
     assert done.out == output
-    assert ("the metadata server names no hosts of this slice" in done.err) == (code == 1)
-
-
-@pytest.mark.parametrize(("ends", "code"), [("touch build/stop; exit 143", 143), ("exit 143", 75), ("exit 1", 1)])
-def test_a_worker_tells_a_stop_by_its_user_from_the_end_of_its_host(ends: str, code: int, tmp_path: Path) -> None:
-    """A TPU that is about to end may look usable for another minute: `run` shall start again, and not end with 143."""
-    finish(set_up_worker(tmp_path, ends), tmp_path, code)
+    assert ("the metadata server names no hosts of this slice" in done.err) == (not output)
 
 
 EVENT, WINDOW, ENDS = "maintenance-event", "upcoming-maintenance?alt=json", "TERMINATE_ON_HOST_MAINTENANCE"
@@ -202,11 +191,7 @@ def test_a_worker_stops_its_run_at_a_notice_that_comes_after_its_start(
     assert (checkout / "build/run.log").read_text() == ""
 
 
-# ------------------------------------------------------------------------------------- Slurm, containers and SkyPilot
-
 HOST = {"PATH": f"{PROGRAMS}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-
-
 # The first two lives save on SIGTERM and end as torchrun does, the third finishes.
 SRUN = """
 echo "$@" >> calls
@@ -242,9 +227,19 @@ def test_a_slurm_job_that_is_to_end_saves_and_is_queued_again(tmp_path: Path) ->
     assert "torchrun --nnodes=1 --rdzv-backend=c10d --rdzv-id=4711 --rdzv-endpoint=node0:24711 " in first
 
 
-def container_of(path: Path) -> dict[str, Any]:
-    [container] = pod(path)["containers"]
-    return container
+def read(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+def job(path: Path) -> dict[str, Any]:
+    [replicated] = read(path)["spec"]["replicatedJobs"]
+    return replicated["template"]["spec"]
+
+
+def container_of(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The container of a JobSet's pods, and its variables."""
+    [container] = job(path)["template"]["spec"]["containers"]
+    return container, {variable["name"]: variable["value"] for variable in container["env"]}
 
 
 @pytest.mark.proof
@@ -255,8 +250,7 @@ def test_what_a_manifest_starts_trains(path: Path, tmp_path: Path) -> None:
     small = ["--device=cpu", f"--config={config}", f"run.dir={run}", "train.steps=2"]
     (tmp_path / "launch").symlink_to(LAUNCH)
     if path in JOBSETS:
-        container = container_of(path)
-        variables = {variable["name"]: variable["value"] for variable in container["env"]}
+        container, variables = container_of(path)
         command = [*container["command"], *small]
     elif path == TRAINJOB:  # the variables that Kubeflow Trainer's torch plugin sets
         torch_plugin = "NNODES=1 NODE_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29400 NPROC_PER_NODE=auto"
@@ -276,13 +270,6 @@ def test_what_a_manifest_starts_trains(path: Path, tmp_path: Path) -> None:
     assert committed(run) == [2]
 
 
-# -------------------------------------------------------------------------------------------------------- manifests
-
-
-def read(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text())
-
-
 @pytest.mark.parametrize("path", [*JOBSETS, *SKY_TASKS], ids=named)
 def test_a_manifest_is_what_its_api_takes(path: Path) -> None:
     """The schemas forbid keys that they don't name."""
@@ -290,6 +277,9 @@ def test_a_manifest_is_what_its_api_takes(path: Path) -> None:
     assert [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(read(path))] == []
     wrong = yaml.safe_load(re.sub(r"(restartPolicy|num_nodes):", r"\1s:", path.read_text()))
     assert [*jsonschema.Draft202012Validator(schema).iter_errors(wrong)]
+    if path.name == "skypilot_tpu.yaml":
+        assert read(path)["num_nodes"] == 1
+        assert read(path)["resources"]["job_recovery"]["recover_on_exit_codes"] == [143]
 
 
 def test_a_trainjob_is_what_its_api_takes() -> None:
@@ -304,18 +294,10 @@ def test_a_trainjob_is_what_its_api_takes() -> None:
     assert load_config(ROOT / config.removeprefix("--config="), overrides).checkpoint.dir == "gs://BUCKET/llama_1b"
 
 
-def job(path: Path) -> dict[str, Any]:
-    [replicated] = read(path)["spec"]["replicatedJobs"]
-    return replicated["template"]["spec"]
-
-
-def pod(path: Path) -> dict[str, Any]:
-    return job(path)["template"]["spec"]
-
-
 @pytest.mark.parametrize("path", JOBSETS, ids=named)
 def test_what_the_schema_of_a_jobset_cannot_say(path: Path) -> None:
-    assert pod(path)["restartPolicy"] == "Never", "a podFailurePolicy needs it; the webhook's default is OnFailure"
+    pod, (container, variables) = job(path)["template"]["spec"], container_of(path)
+    assert pod["restartPolicy"] == "Never", "a podFailurePolicy needs it; the webhook's default is OnFailure"
     assert job(path)["completionMode"] == "Indexed"
     assert job(path)["parallelism"] == job(path)["completions"]
     assert job(path)["backoffLimit"] == 0
@@ -328,27 +310,21 @@ def test_what_the_schema_of_a_jobset_cannot_say(path: Path) -> None:
     assert mistake["action"] == "FailJobSet"
     assert [re.search(pattern, message) is not None for pattern in mistake["onJobFailureMessagePatterns"]] == [True]
     assert rest["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-    container = container_of(path)
     assert codes["onExitCodes"]["containerName"] == container["name"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod(path)["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     # A shell as process 1 keeps SIGTERM to itself; torchrun.sh replaces itself.
     launch = ["python", "-m", "portable_fsdp.launch", "--device=tpu"]
     assert container["command"] == (launch if "tpu" in path.name else ["launch/torchrun.sh"])
     config, *overrides = container["args"]
     assert load_config(ROOT / config.removeprefix("--config="), overrides).checkpoint.dir == "gs://BUCKET/llama_1b"
-
-
-def test_hosts_chips_and_the_first_pod_fit_together() -> None:
-    tpu, gpu = LAUNCH / "gke_jobset_tpu.yaml", LAUNCH / "gke_jobset_gpu.yaml"
-    sides = pod(tpu)["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
-    chips = container_of(tpu)["resources"]["limits"]["google.com/tpu"]
-    assert math.prod(map(int, sides)) == job(tpu)["parallelism"] * chips
-    variables = {variable["name"]: variable["value"] for variable in container_of(gpu)["env"]}
-    name, [replicated] = read(gpu)["metadata"]["name"], read(gpu)["spec"]["replicatedJobs"]
-    assert variables["RDZV_ENDPOINT"] == f"{name}-{replicated['name']}-0-0.{name}:29500"
-    assert int(variables["NNODES"]) == job(gpu)["completions"]
-    task = read(LAUNCH / "skypilot_tpu.yaml")
-    assert (task["num_nodes"], task["resources"]["job_recovery"]["recover_on_exit_codes"]) == (1, [143])
+    if "tpu" in path.name:  # hosts and chips fit together
+        sides = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+        chips = container["resources"]["limits"]["google.com/tpu"]
+        assert math.prod(map(int, sides)) == job(path)["parallelism"] * chips
+    else:  # and the first pod
+        name, [replicated] = read(path)["metadata"]["name"], read(path)["spec"]["replicatedJobs"]
+        assert variables["RDZV_ENDPOINT"] == f"{name}-{replicated['name']}-0-0.{name}:29500"
+        assert int(variables["NNODES"]) == job(path)["completions"]
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=named)
