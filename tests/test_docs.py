@@ -46,10 +46,7 @@ def text_of(name: str) -> str:
     return (DOCS / name).read_text(encoding="utf-8")
 
 
-# ------------------------------------------------------------------------------------------------ commands and links
-
-PARSED = {"portable_fsdp.doctor": doctor, "portable_fsdp.checkpoint": checkpoint, "portable_fsdp.sample": sample}
-PARSED["portable_fsdp.report"] = report
+PARSED = {f"portable_fsdp.{m.__name__.split('.')[1]}": m._parser for m in (doctor, checkpoint, sample, report)}
 TARGETS = "|".join(re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE))
 JOBSETS = {yaml.safe_load(file.read_text())["metadata"]["name"] for file in ROOT.glob("launch/gke_*.yaml")}
 # The other commands; a file of ours in them must exist.
@@ -100,7 +97,7 @@ def check(command: Command) -> None:
             values = tune._parser().parse_args(arguments)
             load_config(ROOT / values.config, values.overrides)
         case ["python", "-m", module, *arguments] if module in PARSED:
-            PARSED[module]._parser().parse_args(arguments)
+            PARSED[module]().parse_args(arguments)
         case ["python", "examples/accelerate_loop.py"]:
             pass
         case ["python", "examples/own_rows.py" | "examples/ported_loop.py", device, backend, *_]:
@@ -156,12 +153,24 @@ def test_commands_parse_and_links_and_names_of_files_lead_somewhere(page: Path) 
         assert name.partition("/")[0] not in tops or any((folder / name).is_file() for folder in folders), name
 
 
-def test_each_page_is_in_the_navigation_of_the_site() -> None:
-    """Once, under a heading of index.md (docs/conf.py)."""
+def test_each_page_is_in_the_navigation_of_the_site_and_the_makefile_says_what_pages_do() -> None:
+    """Once, under a heading of index.md (docs/conf.py). The demo changes its engine half way."""
     parts = re.split(r"^## ", text_of("index.md"), flags=re.MULTILINE)[1:]
     assert [part.split(maxsplit=1)[0] for part in parts] == ["Start", "Guides", "Concepts", "Reference", "FAQ"]
     listed = sorted((DOCS / link).resolve() for part in parts for link in re.findall(r"\]\((.+?)\)", part))
     assert listed == sorted(page for page in PAGES if page.name != "index.md")
+    config = load_config(ROOT / "configs/quickstart.yaml")
+    for devices in (1, 2, 3, 4):
+        split_batch(config, devices)
+    [half] = re.findall(r"^DEMO_HALF := (\d+)$", MAKEFILE, re.MULTILINE)
+    assert config.train.steps == 2 * int(half)
+    build = (ROOT / "BUILD.md").read_text()
+    [latest] = re.findall(r"^TORCH_LATEST := (\S+)$", MAKEFILE, re.MULTILINE)
+    assert f"torch {latest}, no torch_xla" in build
+    pins = dict(line.partition(";")[0].split("==") for line in EXTRAS["xla"])
+    assert pins["jax"] == pins["jaxlib"]
+    row = next(line for line in build.splitlines() if line.startswith("| `xla` |"))
+    assert all(f"{name} {pins[name]}" in row for name in ("torch", "torch_xla", "jaxlib", "flax")), row
 
 
 @pytest.mark.proof
@@ -205,17 +214,6 @@ def test_wrong_commands_are_found() -> None:
             check(command)
 
 
-# --------------------------------------------------------------------------------------- configs, keys and versions
-
-
-def test_the_demo_changes_engine_half_way() -> None:
-    config = load_config(ROOT / "configs/quickstart.yaml")
-    for devices in (1, 2, 3, 4):
-        split_batch(config, devices)
-    [half] = re.findall(r"^DEMO_HALF := (\d+)$", MAKEFILE, re.MULTILINE)
-    assert config.train.steps == 2 * int(half)
-
-
 def test_pages_of_keys_are_the_tables() -> None:
     page = runpy.run_path(str(DOCS / "configuration.py"))
     assert page["render"]() == text_of("configuration.md"), "run `make docs`"
@@ -227,19 +225,6 @@ def test_pages_of_keys_are_the_tables() -> None:
         whole = {"model": {"pretrained": "folder"}, "train": {"steps": 1}}
         with pytest.raises(ValidationError, match=rf"exactly one of .*{section}\.{key}"):
             Config.model_validate({**whole, section: {}})
-
-
-def test_versions_in_build_md_are_the_projects() -> None:
-    build = (ROOT / "BUILD.md").read_text()
-    [latest] = re.findall(r"^TORCH_LATEST := (\S+)$", MAKEFILE, re.MULTILINE)
-    assert f"torch {latest}, no torch_xla" in build
-    pins = dict(line.partition(";")[0].split("==") for line in EXTRAS["xla"])
-    assert pins["jax"] == pins["jaxlib"]
-    row = next(line for line in build.splitlines() if line.startswith("| `xla` |"))
-    assert all(f"{name} {pins[name]}" in row for name in ("torch", "torch_xla", "jaxlib", "flax")), row
-
-
-# ------------------------------------------------------------------------------------------ sharding.md, features.md
 
 
 def small_config(folder: Path, text: str = "", overrides: Sequence[str] = ()) -> Config:
@@ -262,9 +247,6 @@ def test_each_block_of_yaml_is_taken_by_the_engines_that_it_names(tmp_path: Path
         config = small_config(tmp_path, text)
         taking = [place.engine for place in USUAL if all(v.kind != "refused" for v in verdicts(config, place))]
         assert taking == engines.split(", "), text
-
-
-def test_each_block_of_yaml_is_part_of_a_config(tmp_path: Path) -> None:
     for name in ("any_model.md", "checkpoints.md", "pretrained.md", "watching.md"):
         assert blocks(f"docs/{name}", "yaml")
         for text in blocks(f"docs/{name}", "yaml"):
@@ -327,11 +309,8 @@ def test_features_are_all_there_are_what_the_engines_say_and_have_their_tests(tm
     assert {name for name in fsdp | refused if not name.startswith("xla_fsdp1.")} - shown == set()
 
 
-# -------------------------------------------------------------------------------------------------------- migrating.md
-
-
 def test_our_side_of_a_row_of_migrating_is_the_schemas(tmp_path: Path) -> None:
-    """Each key of ours is the schema's, each value one that it takes, and each flag one of launch's."""
+    """Each key of ours is the schema's, each value one that it takes, each flag one of launch's. accelerate's exist."""
     sections = re.split(r"^## ", text_of("migrating.md"), flags=re.MULTILINE)[1:]
     rows = [cells for section in sections for cells in rows_of(section, "their key")]
     assert len(rows) > 55
@@ -347,10 +326,7 @@ def test_our_side_of_a_row_of_migrating_is_the_schemas(tmp_path: Path) -> None:
                 overrides += [item] * ("=" in item)
     for override in {*overrides}:
         small_config(tmp_path, overrides=[override])
-
-
-def test_every_key_of_accelerates_table_is_known() -> None:
-    section = text_of("migrating.md").partition("## accelerate")[2].partition("\n## ")[0]
+    [section] = (section for section in sections if section.startswith("accelerate"))
     keys = [key for cells in rows_of(section, "their key") for key in re.findall(r"`(.+?)`", cells[0])]
     assert len(keys) >= 15
     assert [key for key in keys if find_anywhere(ACCELERATE, key) is None] == []

@@ -151,11 +151,6 @@ def as_stated(tried: Tried, overrides: tuple[str, ...]) -> Stated:
     return Stated(plan.on, overrides, memory.verdict, gib, limit_gib, seconds, chosen)
 
 
-def cell_of(stated: Stated) -> str:
-    """Format the cell of docs/gallery.md."""
-    return f"`{stated.on}`: {stated.gib:.1f} of {stated.limit_gib:.1f} GiB"
-
-
 def main(names: list[str]) -> None:
     for config in (path for path in GALLERY if path.stem in (names or SMALL)):
         for line, stated in stated_plans(config).items():

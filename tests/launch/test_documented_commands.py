@@ -43,9 +43,8 @@ def programs() -> Iterator[object]:
     """srun is every day's; each of the others takes ten seconds and more of a processor."""
     for command in ALL:
         if started_by(command) in TWO_STEPS and "data.source=text" not in command.words:
-            marks = [pytest.mark.proof] * (command.words[0] != "srun") + [pytest.mark.xla] * (
-                "--device=tpu" in command.words
-            )
+            rare, xla = command.words[0] != "srun", "--device=tpu" in command.words
+            marks = [pytest.mark.proof] * rare + [pytest.mark.xla] * xla
             yield pytest.param(command, marks=marks, id=command.where)
 
 
@@ -122,9 +121,6 @@ def test_variables_before_a_script_are_read_by_it() -> None:
     assert len(shown) > 6
     for script, variable in shown:
         assert re.search(rf"\$\{{?{variable}\b", (ROOT / script).read_text() + workers), f"{script} reads no {variable}"
-
-
-# ----------------------------------------------------------------------------------- migrating.md, foreign_formats.md
 
 
 def words_of(page: str) -> list[list[list[str]]]:

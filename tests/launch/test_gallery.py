@@ -9,21 +9,10 @@ from typing import Any
 
 import pytest
 from cli import PYTHON, ROOT, committed, finish, launch, losses
-from gallery import (
-    CONFIGS,
-    GALLERY,
-    PUBLISHED,
-    SMALL,
-    WITHOUT_PLAN,
-    Stated,
-    as_stated,
-    cell_of,
-    plan_again,
-    stated_plans,
-)
+from gallery import CONFIGS, GALLERY, PUBLISHED, SMALL, WITHOUT_PLAN, Stated, as_stated, plan_again, stated_plans
 from PIL import Image
 from test_pretrained_run import write_repository
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.observe.run_files import read_jsonl
@@ -44,12 +33,19 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("found")
     tokenizer = write_repository(folder / "model")
     (folder / "chats.jsonl").write_text(f"{json.dumps({'messages': CHAT})}\n" * 40)
-    _write_images(folder / "data/imagenet")
-    _write_t5(folder / "t5", tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder / "t5")
+    sizes: dict[str, Any] = {**T5, "vocab_size": len(tokenizer)}
+    AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**sizes)).save_pretrained(folder / "t5")
     (folder / "articles").mkdir()
     for split in ("train", "validation"):
         rows = [{"article": "the hub " * number, "highlights": "the model reads"} for number in range(1, 13)]
         (folder / f"articles/{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        for name, colour in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
+            images = folder / "data/imagenet" / split / name
+            images.mkdir(parents=True)
+            for number in range(4):
+                Image.new("RGB", (300 + number, 240), colour).save(images / f"{number}.png")
     return folder
 
 
@@ -66,21 +62,6 @@ def around(found: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
-def _write_images(folder: Path) -> None:
-    for split in ("train", "validation"):
-        for name, colour in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
-            (folder / split / name).mkdir(parents=True)
-            for number in range(4):
-                Image.new("RGB", (300 + number, 240), colour).save(folder / split / name / f"{number}.png")
-
-
-def _write_t5(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.save_pretrained(folder)
-    sizes: dict[str, Any] = {**T5, "vocab_size": len(tokenizer)}
-    AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**sizes)).save_pretrained(folder)
-
-
 def _words(config: Path) -> list[str]:
     return [f"--config={config}", *SMALL[config.stem], *WITHOUT_PLAN, "train.stop_at=2", "run.dir=run"]
 
@@ -89,15 +70,9 @@ def _words(config: Path) -> list[str]:
 def test_config_is_started(config: Path, around: Path) -> None:
     assert launch("--device=cpu", "--backend=native", *_words(config)) == 0
     assert committed(around / "run") == [2]
-    assert all(math.isfinite(loss) for loss in losses(around / "run"))
+    assert [math.isfinite(loss) for loss in losses(around / "run")] == [True, True]
     rows = read_jsonl(around / "run/metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2]
     assert all(row["grad_norm"] > 0 and row["lr"] > 0 for row in rows)
-
-
-OTHERWISE_ON_XLA = {
-    "t5_large": ["data.factory=t5_summaries:random", "model.pretrained=null", f"model.architecture={json.dumps(T5)}"],
-}
 
 
 @pytest.mark.proof
@@ -105,12 +80,15 @@ OTHERWISE_ON_XLA = {
 @pytest.mark.parametrize("name", SMALL)
 def test_config_is_started_on_xla(name: str, around: Path) -> None:
     """As on a slice, in a new process."""
-    words = [*_words(CONFIGS / f"{name}.yaml"), *OTHERWISE_ON_XLA.get(name, [])]
+    words = _words(CONFIGS / f"{name}.yaml")
+    if name == "t5_large":
+        words += ["data.factory=t5_summaries:random", "model.pretrained=null", f"model.architecture={json.dumps(T5)}"]
     finish([*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=2", *words], around)
     assert len(losses(around / "run")) == 2
 
 
-def test_every_config_is_in_the_gallery_and_loads_as_it_stands() -> None:
+def test_every_config_loads_as_it_stands_and_states_its_plans_as_the_page_does() -> None:
+    """But those that start on CPUs state none."""
     assert [path.stem for path in GALLERY] == sorted(SMALL)
     for path in GALLERY:
         config = load_config(path)
@@ -119,16 +97,13 @@ def test_every_config_is_in_the_gallery_and_loads_as_it_stands() -> None:
             assert config.model.pretrained in PUBLISHED
         if config.data.factory is not None:
             assert (CONFIGS / config.data.factory.partition(":")[0]).with_suffix(".py").is_file()
-
-
-def test_every_config_states_its_plans_and_the_page_has_them() -> None:
-    """But those that start on CPUs."""
     assert {path.stem for path in GALLERY if not stated_plans(path)} == {"quickstart", "finetune_smollm2"}
     rows = re.findall(r"^\| \[(\w+)\]\(\.\./configs/(\w+)\.yaml\) \|.*\| (.*?) \|$", PAGE, re.MULTILINE)
     assert [(name, file) for name, file, _ in rows] == [(name, name) for name in SMALL]
     for name, _, cell in rows:
         plans = stated_plans(CONFIGS / f"{name}.yaml").values()
-        assert cell == (", ".join(map(cell_of, plans)) or "none"), name
+        stated = [f"`{plan.on}`: {plan.gib:.1f} of {plan.limit_gib:.1f} GiB" for plan in plans]
+        assert cell == (", ".join(stated) or "none"), name
 
 
 @pytest.mark.proof
