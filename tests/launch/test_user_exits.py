@@ -19,7 +19,7 @@ from portable_fsdp.config.data import Data
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.data.batches import _Steps
 from portable_fsdp.data.packing import StepRows
-from portable_fsdp.observe.callbacks import Callback, RunEnd, RunStart, StepEnd
+from portable_fsdp.observe.callbacks import Callback, RunEnd
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.report.read import read_run
 from portable_fsdp.runtime.collective_errors import on_each_process
@@ -137,12 +137,10 @@ def test_a_run_fails_where_user_code_exits(place: str, user: Any, capsys: pytest
         assert failure["step"] == 0
         return
     done = len(losses(Path("run")))
-    assert done >= 4
+    assert failure["step"] == done >= 4
     assert f"The run ended after step {done}. The last good checkpoint is run/checkpoints/step-" in message
-    assert failure["step"] == done
-    assert failure["reason"].startswith(
-        f"UserExit: data.factory: user_exits:data: {'row' if place == 'row' else 'the'}"
-    )
+    where = "row" if place == "row" else "the"
+    assert failure["reason"].startswith(f"UserExit: data.factory: user_exits:data: {where}")
     user.AT = ""
     assert launch("--device=cpu", "--config=user.yaml", f"train.stop_at={done + 1}") == 0
     assert len(losses(Path("run"))) == done + 1
@@ -166,30 +164,25 @@ def test_a_factory_that_raises_is_recorded_and_a_mistake_in_the_config_is_not(us
     assert read_run(Path("run")).status == "finished at step 1"
 
 
-class Exits(Callback):
-    def __init__(self, hook: str) -> None:
-        self._hook = hook
-
-    def on_start(self, start: RunStart) -> None:
-        self._exit("on_start")
-
-    def on_step(self, step: StepEnd) -> None:
-        self._exit("on_step")
+class Ends(Callback):
+    ends = 0
 
     def on_end(self, end: RunEnd) -> None:
-        self.ends = getattr(self, "ends", 0) + 1
-        self._exit("on_end")
-
-    def _exit(self, hook: str) -> None:
-        if hook == self._hook:
-            sys.exit()
+        self.ends += 1
 
 
 @pytest.mark.parametrize("hook", ["on_start", "on_step", "on_end"])
-def test_a_callback_that_exits_fails_the_run(hook: str, user: Any) -> None:
+def test_a_callback_that_exits_fails_the_run(hook: str, user: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other exceptions of a callback only end the callback; who calls sys.exit wants the run to end. Each callback sees
     one end."""
-    callback, other = Exits(hook), Exits("nowhere")
+    callback, other = Ends(), Ends()
+    own = getattr(callback, hook)
+
+    def exits(about: object) -> None:
+        own(about)
+        sys.exit()
+
+    monkeypatch.setattr(callback, hook, exits)
     with pytest.raises(UserExit, match=rf"user code raised SystemExit\n  in {re.escape(__file__)}:\d+: sys.exit"):
         train(load_config("user.yaml", ["train.steps=2"]), device="cpu", callbacks=[callback, other])
     assert len(events(Path("run"), "fail")) == 1
@@ -235,8 +228,6 @@ def test_signals_stay_signals() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
 
-
-# ------------------------------------------------------------------- ends that no exception of Python's shows, or does
 
 FAULTY = """
 import os, resource
