@@ -58,21 +58,12 @@ class Host:
         many of them, if others are lost. `own` as of `inside`; `more`: variables."""
         is_first = int(self == hosts[0] and not store)
         nodes = f"{least}:{len(hosts)}" if least else str(len(hosts))
-        command = [
-            *(*self.inside(own), str(PROGRAMS / "torchrun"), f"--nnodes={nodes}", "--nproc-per-node=1"),
-            *(
-                f"--max-restarts={restarts}",
-                "--rdzv-backend=c10d",
-                f"--rdzv-endpoint={store or hosts[0].address}:29500",
-            ),
-            # Without these two no host knows that the endpoint is itself: its address isn't that of its name.
-            *(
-                f"--rdzv-conf=is_host={is_first},join_timeout={JOIN_S},last_call_timeout={LAST_CALL_S}",
-                f"--local-addr={self.address}",
-            ),
-            *("-m", "portable_fsdp.launch", *run),
-        ]
-        return started(command, folder, GLOO_SOCKET_IFNAME="eth0", **more)
+        command = [*self.inside(own), str(PROGRAMS / "torchrun"), f"--nnodes={nodes}", "--nproc-per-node=1"]
+        command += [f"--rdzv-endpoint={store or hosts[0].address}:29500", f"--max-restarts={restarts}"]
+        # Without is_host and the address no host knows that the endpoint is itself: its address isn't that of its name.
+        settings = f"is_host={is_first},join_timeout={JOIN_S},last_call_timeout={LAST_CALL_S}"
+        command += ["--rdzv-backend=c10d", f"--rdzv-conf={settings}", f"--local-addr={self.address}"]
+        return started([*command, "-m", "portable_fsdp.launch", *run], folder, GLOO_SOCKET_IFNAME="eth0", **more)
 
     @property
     def outside(self) -> str:
@@ -94,11 +85,8 @@ class Host:
 
     def worker(self) -> psutil.Process:
         """The process of the run that its torchrun started."""
-        [worker] = [
-            process
-            for process in self.processes()
-            if (parent := process.parent()) and "torchrun" in " ".join(parent.cmdline())
-        ]
+        parents = {process: process.parent() for process in self.processes()}
+        [worker] = [each for each, parent in parents.items() if parent and "torchrun" in " ".join(parent.cmdline())]
         return worker
 
 

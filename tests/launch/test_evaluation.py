@@ -101,7 +101,7 @@ def test_the_best_is_saved_kept_and_exported(folder: Path, capsys: pytest.Captur
 
 
 def test_a_run_ends_when_nothing_improves_and_stays_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where a process ended between the evaluations."""
+    """Also where a process ended between the evaluations. Other rows begin anew."""
     run = folder / "run"
     assert launch(*FLAGS, "train.patience=2", "train.stop_at=2") == 0
     assert launch(*FLAGS, "train.patience=2") == 0
@@ -115,14 +115,11 @@ def test_a_run_ends_when_nothing_improves_and_stays_ended(folder: Path, capsys: 
     assert len(losses(run)) == 3
     assert launch(*FLAGS, "train.patience=4") == 0
     assert len(losses(run)) == 5
-
-
-def test_other_rows_begin_anew(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch(*FLAGS, "train.patience=2", "train.stop_at=2") == 0
+    assert launch(*FLAGS, "train.patience=2", "train.stop_at=2", "run.dir=anew") == 0
     (folder / "held.txt").write_text("y" * 400)
-    assert launch(*FLAGS, "train.patience=2") == 0
+    assert launch(*FLAGS, "train.patience=2", "run.dir=anew") == 0
     assert "the evaluation data changed; discarding the previous best (step 1)" in capsys.readouterr().err
-    assert len(losses(folder / "run")) == 5  # the third is the first of those
+    assert len(losses(folder / "anew")) == 5  # the third is the first of those
 
 
 def test_an_evaluation_that_a_stop_ends_is_made_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,36 +144,30 @@ def test_an_evaluation_that_a_stop_ends_is_made_up(folder: Path, monkeypatch: py
     assert committed(folder / "run") == [2, 4]
     assert (folder / "run" / "STOPPED").exists()
     assert [launch(*words), launch(*words, "run.dir=alone")] == [0, 0]
-    for run in (folder / "run", folder / "alone"):
+    runs = folder / "run", folder / "alone"
+    one, other = (read_manifest(run / "checkpoints/step-00000004").evaluation for run in runs)
+    assert one == other
+    for run in runs:
         assert committed(run) == [2, 4]
-        assert (
-            read_manifest(run / "checkpoints/step-00000004").evaluation
-            == read_manifest(folder / "alone/checkpoints/step-00000004").evaluation
-        )
         assert events(run, "stop")[-1]["reason"] == "no improvement in 1 evaluations"
         assert evaluations(run) == [2, 4] == [event["step"] for event in events(run, "evaluation")]
-    names = [name for name in read_jsonl(folder / "alone/metrics.jsonl")[1] if name.startswith("eval_")]
-    rows, uninterrupted = (read_jsonl(folder / run / "metrics.jsonl") for run in ("run", "alone"))
-    for name in names:
+    rows, uninterrupted = (read_jsonl(run / "metrics.jsonl") for run in runs)
+    for name in (name for name in uninterrupted[1] if name.startswith("eval_")):
         assert [row.get(name) for row in rows] == [row.get(name) for row in uninterrupted]
     assert launch(*words) == 0  # and once is enough
     assert len(events(folder / "run", "evaluation")) == 2
 
 
-def test_the_last_evaluation_is_made_up_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though a start that finds the last step saved has nothing else to do."""
-    with monkeypatch.context() as patched:
-        patched.setattr(Evaluator, "__call__", lambda *_: None)  # as on a process beside the one that got the signal
-        assert launch(*FLAGS, "train.eval_every=6") == 143
-    assert launch(*FLAGS, "train.eval_every=6") == 0
-    assert evaluations(folder / "run") == [6]
-    assert launch(*FLAGS, "train.eval_every=6") == 0
-    assert len(events(folder / "run", "evaluation")) == 1
-
-
-def test_a_loss_that_is_not_finite_ends_the_run(
+def test_the_last_evaluation_is_made_up_too_and_a_loss_that_is_not_finite_ends_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Though a start that finds the last step saved has nothing else to do."""
+    words, last = (*FLAGS, "train.eval_every=6", "run.dir=last"), folder / "last"
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluator, "__call__", lambda *_: None)  # as on a process beside the one that got the signal
+        assert launch(*words) == 143
+    assert (launch(*words), evaluations(last)) == (0, [6])
+    assert (launch(*words), len(events(last, "evaluation"))) == (0, 1)
     monkeypatch.setattr(Evaluator, "__call__", lambda *_: Evaluation(float("nan"), 7))
     assert launch(*FLAGS, "train.eval_every=2") == 1
     assert "step 2: expected a finite evaluation loss, found eval_loss nan" in capsys.readouterr().err

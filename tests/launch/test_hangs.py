@@ -113,10 +113,8 @@ def test_a_hung_process_is_ended_and_named_and_the_run_goes_on(
     assert 9 < seconds < 20, seconds
     stacks = (folder / "run" / "logs" / f"stacks-{process}.txt").read_text()
     assert "in hang" in stacks
-    assert re.search(
-        SAYS[where], stacks.partition("\n")[0]
-    )  # a heartbeat may be some seconds old when the process hangs
-    record = folder / "run" / "logs" / f"collectives-{process}.json"
+    assert re.search(SAYS[where], stacks.partition("\n")[0])  # a heartbeat may be some seconds old at the hang
+    record = folder / f"run/logs/collectives-{process}.json"
     if where != "gil":  # a stuck interpreter may write none
         assert record.exists() == (engine == "native")
     assert not record.exists() or json.loads(record.read_text())["entries"]

@@ -99,9 +99,6 @@ class Run:
             time.sleep(0.1)
 
 
-# ------------------------------------------------------------------------------------------------------- the faults
-
-
 class Fault(NamedTuple):
     """What fails, and what follows: torchrun ends on `stops`, or else, within `bound_s`, all go on to the end.
 
@@ -173,7 +170,8 @@ def kill_all_and_return(run: Run) -> None:
 
 
 KILL = Fault(lambda run: run.hosts[-1].worker().kill(), AT_ONCE_S)
-SILENCE = f"sent no heartbeat for {PEER_TIMEOUT_S} s"
+SILENCE, NO_ANSWER = f"sent no heartbeat for {PEER_TIMEOUT_S} s", f"no answer for {PEER_TIMEOUT_S} s"
+JOIN_TOO_S, TCP_TOO_S = PEER_TIMEOUT_S + JOIN_S, PEER_TIMEOUT_S + TCP_GIVES_UP_S
 STOP_S = PEER_TIMEOUT_S + TORCHRUN_KILLS_AFTER_S
 RETURN = Fault(lose_and_return, PEER_TIMEOUT_S, restarts=None, comes_back=True)
 FAULTS = {
@@ -182,17 +180,9 @@ FAULTS = {
     "stop a process": Fault(pause(1), STOP_S, SILENCE, slice(0, 1)),
     "stop process 0": Fault(pause(0), STOP_S, SILENCE, slice(1, 2)),
     "cut for a moment": Fault(cut_for_a_moment, PEER_TIMEOUT_S, restarts=0),
-    "cut for good": Fault(
-        cut_for_good, PEER_TIMEOUT_S + max(JOIN_S, TCP_GIVES_UP_S), f"for {PEER_TIMEOUT_S} s", slice(0, 2), stops=True
-    ),
-    "lose a host": Fault(lose, PEER_TIMEOUT_S + JOIN_S, "sent no heartbeat", slice(0, 1), stops=True),
-    "lose the first host": Fault(
-        lose_the_first_host,
-        PEER_TIMEOUT_S + TCP_GIVES_UP_S,
-        f"no answer for {PEER_TIMEOUT_S} s",
-        slice(1, 2),
-        stops=True,
-    ),
+    "cut for good": Fault(cut_for_good, JOIN_TOO_S, f"for {PEER_TIMEOUT_S} s", slice(0, 2), stops=True),
+    "lose a host": Fault(lose, JOIN_TOO_S, "sent no heartbeat", slice(0, 1), stops=True),
+    "lose the first host": Fault(lose_the_first_host, TCP_TOO_S, NO_ANSWER, slice(1, 2), stops=True),
     "lose a host that comes back": RETURN,
     "lose a host of three that comes back": RETURN._replace(hosts=3),
     "lose a host of three for good": Fault(lose, PEER_TIMEOUT_S, hosts=3, least=2, survivors=slice(0, 2)),

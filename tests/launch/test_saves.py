@@ -20,15 +20,13 @@ from portable_fsdp.train.measures import InFlight, Measures
 FLAGS = ("--device=cpu", "--config=tiny.yaml", "checkpoint.every=null")
 
 
-@pytest.mark.parametrize("kind", ["folder", "link"])
-def test_what_is_no_file_asks_for_no_save(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "run").mkdir()
-    request = folder / "run" / "SAVE"
-    request.mkdir() if kind == "folder" else request.symlink_to(folder)
-    assert launch(*FLAGS) == 0
-    assert committed(folder / "run") == [6]
-    assert request.exists()
-    assert capsys.readouterr().err.count("SAVE: not a regular file") == 1
+def test_what_is_no_file_asks_for_no_save(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind, run in (("folder", folder / "run"), ("link", folder / "other")):
+        run.mkdir()
+        (run / "SAVE").mkdir() if kind == "folder" else (run / "SAVE").symlink_to(folder)
+        assert launch(*FLAGS, f"run.dir={run}") == 0
+        assert (committed(run), (run / "SAVE").exists()) == ([6], True), kind
+        assert capsys.readouterr().err.count("SAVE: not a regular file") == 1, kind
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -127,15 +125,12 @@ def test_a_commit_has_its_event_also_where_the_run_then_fails(
 
 def test_events_say_what_a_resume_changed(folder: Path) -> None:
     assert launch(*FLAGS, "train.stop_at=3") == 0
-    assert launch(*FLAGS, "optim.lr=0.002", "train.micro_batch=2") == 2
-    assert launch(*FLAGS, "optim.lr=0.002", "train.micro_batch=2", "checkpoint.allow=[optim.lr]") == 0
+    changed = [*FLAGS, "optim.lr=0.002", "train.micro_batch=2"]
+    assert (launch(*changed), launch(*changed, "checkpoint.allow=[optim.lr]")) == (2, 0)
     [event] = events(folder / "run", "resume")
     assert (event["step"], event["load"], event["passed_over"]) == (3, "all", [])
     changes = {"optim.lr": {"saved": 0.003, "now": 0.002}, "train.micro_batch": {"saved": 1, "now": 2}}
     assert event["changes"] == changes
-
-
-# ---------------------------------------------------------------------------------------------- lost checkpoints
 
 
 def test_a_run_that_lost_its_checkpoints_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
