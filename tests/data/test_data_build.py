@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -42,8 +41,9 @@ def data(path: Path, **keys: Any) -> Data:
     return Data(**given)
 
 
-def numbers(rows: Rows, indices: Sequence[int] | None = None) -> list[int]:
+def numbers(rows: Rows | None, indices: Sequence[int] | None = None) -> list[int]:
     """The documents in these rows, told by the four figures that each begins with."""
+    assert rows is not None
     batch = rows.rows(np.arange(len(rows)) if indices is None else np.array(indices, np.int64))
     begins = torch.nonzero((batch["positions"] == 0) & (batch["segments"] > 0)).tolist()
     return [int(bytes(batch["input_ids"][row, at : at + 4].tolist())) for row, at in begins]
@@ -59,8 +59,8 @@ TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ye
 
 def test_a_stream_and_its_fingerprint_are_those_of_earlier_releases(tmp_path: Path) -> None:
     """Pinned: checkpoints hold it, and another one would refuse their resume."""
-    for name, text in (("a", "ab"), ("b", ""), ("c", "cdefg")):
-        (tmp_path / f"{name}.txt").write_text(text)
+    for name, text in {"a.txt": "ab", "b.txt": "", "c.txt": "cdefg"}.items():
+        (tmp_path / name).write_text(text)
     corpus = build_data(data(tmp_path / "*.txt", source="text", seq_len=4, cache_dir=str(tmp_path / "cache")))
     batch = corpus.rows.rows(np.arange(len(corpus.rows)))
     assert set(batch) == {"input_ids", "labels"}
@@ -73,23 +73,17 @@ def test_texts_longer_than_a_row_are_cut_and_said_once(tmp_path: Path, caplog: p
     path = write(tmp_path / "long.jsonl", ["a" * 150, "b" * 10, "c" * 64])
     with caplog.at_level(logging.INFO, "portable_fsdp"):
         corpus = build_data(data(path, packing="documents"))
-    assert [line for line in caplog.messages if "cut into pieces" in line] == [
-        f"data: 2 documents of {path} cut into pieces: longer than data.seq_len=64"
-    ]
+    [line] = (line for line in caplog.messages if "cut into pieces" in line)
+    assert line == f"data: 2 documents of {path} cut into pieces: longer than data.seq_len=64"
     assert Counter(counted(corpus.rows)) == Counter(b"a" * 149 + b"b" * 9 + b"c" * 63 + b"\0\0\0")
 
 
-def test_a_completion_longer_than_a_row_is_named_or_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_completions_longer_than_a_row_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     columns = {"prompt": "text", "completion": "completion"}
     texts = [{"text": "p", "completion": "c" * length} for length in (5, 62, 63, 200)]
-    keys = data(write(tmp_path / "a.jsonl", texts), format="prompt_completion", columns=columns)
-    message = (
-        r"a\.jsonl:3: expected at most 64 tokens \(data\.seq_len\), found 65; too long: 2 doc.*\n.*longest has 202"
-    )
-    with pytest.raises(DataError, match=message):
-        build_data(keys)
+    keys = data(write(tmp_path / "a.jsonl", texts), format="prompt_completion", columns=columns, on_error="skip")
     with caplog.at_level(logging.INFO, "portable_fsdp"):
-        corpus = build_data(keys.model_copy(update={"on_error": "skip"}))
+        corpus = build_data(keys)
     assert any("2 documents" in line and "too long" in line and "a.jsonl:3" in line for line in caplog.messages)
     assert Counter(counted(corpus.rows)) == Counter(b"c" * 67 + b"\0\0")
 
@@ -112,18 +106,9 @@ def test_a_document_predicts_if_a_token_behind_its_first_counts(
         assert predicts(drawn).tolist() == expected
 
 
-def test_broken_lines_stop_or_are_counted(lines: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A wrong column is named even where they are skipped."""
-    path = re.escape(str(lines))
-    message = (
-        f"none of the 200 documents in {path} can be read, and data\\.on_error=skip leaves them out; the first:\\n"
-    )
-    with pytest.raises(DataError, match=message + f"  {path}:1: expected a column body"):
-        build_data(data(lines, on_error="skip", columns={"text": "body"}))
+def test_broken_lines_are_counted(lines: Path, caplog: pytest.LogCaptureFixture) -> None:
     content = lines.read_text().splitlines(keepends=True)
     lines.write_text("".join([*content[:3], "{broken\n", *content[4:]]))
-    with pytest.raises(DataError, match=r"corpus\.jsonl:4: expected a JSON object on one line"):
-        build_data(data(lines, packing="none"))
     keys = data(lines, packing="none", on_error="skip")
     with caplog.at_level(logging.INFO, "portable_fsdp"):
         build_data(keys)
@@ -134,11 +119,10 @@ def test_broken_lines_stop_or_are_counted(lines: Path, caplog: pytest.LogCapture
 
 
 def test_chats_are_packed_with_their_turns(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
-    make_tokenizer()
+    tokenizer = make_tokenizer()
     path = write(tmp_path / "chat.jsonl", [{"messages": TURNS * count} for count in (1, 2, 3)])
     corpus = build_data(data(path, format="chat", tokenizer=str(tmp_path / "tokenizer"), seq_len=128))
-    assert corpus.tokenizer is not None
-    assert counted(corpus.rows) == corpus.tokenizer.encode("Yes<|im_end|>\n").tolist() * 6
+    assert counted(corpus.rows) == tokenizer.encode("Yes<|im_end|>\n").tolist() * 6
     assert int(corpus.rows.rows(np.arange(len(corpus.rows)))["segments"].max()) > 1
 
 
@@ -173,8 +157,7 @@ def test_an_entry_is_of_the_day_only_where_the_template_asks_for_it(
 
     for template, made in ((CHATML, 2), (DATED, 3)):
         make_tokenizer(template)
-        before = entries()
-        assert len(before) == made
+        assert len(before := entries()) == made
         monkeypatch.setattr("portable_fsdp.data.chat.DATE", "2025-01-01")
         assert len(entries() - before) == (template == DATED)
         monkeypatch.undo()
@@ -193,33 +176,20 @@ def test_what_is_left_unread_or_uncounted_is_said_once_with_a_count(
         caplog.clear()
         build_data(data(path, format="chat", tokenizer=str(folder), seq_len=128))
         left_out = f"data: {path}: ignoring columns and keys that nothing reads (with their number of rows): "
-        assert [line.removeprefix(left_out) for line in caplog.messages if line.startswith(left_out)] == [
-            "id (2), score (3), messages[].name (3)"
-        ]
-        assert [item.getMessage() for item in caplog.records if item.levelno == logging.WARNING] == [
-            f"data: 2 documents of {path}: messages of the role gpt, which the chat template doesn't name; they don't "
-            "count as the assistant's",
-        ]
-
-
-def test_a_tokenizer_without_an_end_of_text_is_said(
-    bpe: str, lines: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "tokenizer.json").write_text(bpe)
-    build_data(data(lines, tokenizer=str(tmp_path / "bare")))
-    assert sum("bare has no end of text" in line for line in caplog.messages) == 1
+        found = [line.removeprefix(left_out) for line in caplog.messages if line.startswith(left_out)]
+        assert found == ["id (2), score (3), messages[].name (3)"]
+        [warning] = (item.getMessage() for item in caplog.records if item.levelno == logging.WARNING)
+        gpt = "messages of the role gpt, which the chat template doesn't name; they don't count as the assistant's"
+        assert warning == f"data: 2 documents of {path}: {gpt}"
 
 
 def test_a_share_held_out_is_in_one_part_or_the_other(lines: Path) -> None:
     corpus = build_data(data(lines, packing="documents", eval_split="10%"))
-    assert corpus.eval_rows is not None
     trained, held_out = numbers(corpus.rows), numbers(corpus.eval_rows)
     assert Counter([*trained, *held_out]) == Counter(range(200))
     assert 10 <= len(held_out) <= 32
-    fewer = build_data(data(lines, packing="none", eval_split="5%")).eval_rows
-    assert fewer is not None
-    assert set(numbers(fewer)) < set(held_out)  # by the document's number and nothing else
+    fewer = build_data(data(lines, packing="none", eval_split="5%"))
+    assert set(numbers(fewer.eval_rows)) < set(held_out)  # by the document's number and nothing else
     corpus, whole = build_data(data(lines, eval_split="10%")), build_data(data(lines))  # a stream
     assert corpus.eval_rows is not None
     assert 0 < len(corpus.eval_rows) < 20
@@ -264,14 +234,15 @@ def mixture(tmp_path: Path, *weights: float, **keys: Any) -> Data:
 
 def test_the_shares_of_a_mixture_are_held_out_of_each_part(tmp_path: Path) -> None:
     corpus = build_data(mixture(tmp_path, 1, 1, eval_split="20%"))
-    assert corpus.eval_rows is not None
     held_out = numbers(corpus.eval_rows)
     assert Counter([*numbers(corpus.rows), *held_out]) == Counter([*range(60), *range(1000, 1025)])
     assert min(held_out) < 1000 <= max(held_out)
     assert corpus.fingerprint[0] != build_data(mixture(tmp_path, 1, 2, eval_split="20%")).fingerprint[0]
 
 
-def test_an_automatic_tokenizer_is_the_models_own(make_tokenizer: MakeTokenizer, lines: Path, tmp_path: Path) -> None:
+def test_an_automatic_tokenizer_is_the_models_own_and_one_without_an_end_is_said(
+    make_tokenizer: MakeTokenizer, bpe: str, lines: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = make_tokenizer()
     folder = str(tmp_path / "tokenizer")
 
@@ -284,6 +255,10 @@ def test_an_automatic_tokenizer_is_the_models_own(make_tokenizer: MakeTokenizer,
     assert corpus(hub) == corpus(hub, tokenizer=folder)
     assert corpus(hub)[1] == made.vocab_size > 256
     assert corpus(hub, tokenizer="bytes")[1] == corpus(own)[1] == corpus(None)[1] == 256
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "tokenizer.json").write_text(bpe)
+    corpus(None, tokenizer=str(tmp_path / "bare"))
+    assert sum("bare has no end of text" in line for line in caplog.messages) == 1
 
 
 def test_files_that_are_held_out_are_not_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -292,18 +267,15 @@ def test_files_that_are_held_out_are_not_trained_on(tmp_path: Path, caplog: pyte
     (tmp_path / "c.jsonl").symlink_to(held_out)
     with caplog.at_level(logging.INFO, "portable_fsdp"):
         corpus = build_data(data(tmp_path / "*.jsonl", packing="none", eval_split=str(held_out)))
-    assert corpus.eval_rows is not None
-    assert numbers(corpus.rows) == [1, 2]
-    assert numbers(corpus.eval_rows) == [3]
-    alone = build_data(data(tmp_path / "a.jsonl", packing="none"))
-    beside = build_data(data(tmp_path / "a.jsonl", packing="none", eval_split=str(held_out)))
+    assert (numbers(corpus.rows), numbers(corpus.eval_rows)) == ([1, 2], [3])
+    alone, beside = (
+        build_data(data(tmp_path / "a.jsonl", packing="none", eval_split=split)) for split in (None, str(held_out))
+    )
     assert beside.fingerprint == alone.fingerprint
+    assert corpus.eval_rows
     assert corpus.rows.fingerprint() != corpus.eval_rows.fingerprint()
     said = f"not trained on, although data.path names it: {held_out} and 1 more"
     assert sum(said in line for line in caplog.messages) == 1
-    for held in (tmp_path / "a.jsonl", tmp_path / "*.jsonl"):
-        with pytest.raises(DataError, match=r"data\.eval_split: .* holds out all files of .* none is left to train on"):
-            build_data(data(tmp_path / "a.jsonl", eval_split=str(held)))
 
 
 @pytest.mark.parametrize(
@@ -327,7 +299,6 @@ def test_splits_that_have_rows_in_common_are_refused(
     keys = data(tmp_path / "saved", source="huggingface", packing="none", split=split, eval_split=eval_split)
     if expected is not None:
         corpus = build_data(keys)
-        assert corpus.eval_rows is not None
         assert numbers(corpus.eval_rows) == expected
         assert not {*numbers(corpus.rows)} & {*expected}
         return
@@ -336,65 +307,7 @@ def test_splits_that_have_rows_in_common_are_refused(
 
 
 def test_what_is_to_be_held_out_and_is_not_there_is_named_by_its_key(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", ["0001"])
     datasets.Dataset.from_dict({"text": ["0001"] * 20}).save_to_disk(tmp_path / "saved")
     for split in ("none.jsonl", "5 %"):
-        message = rf"data\.eval_split: no such file or match: {split}\n  The path is .* is written 5%\."
-        with pytest.raises(DataError, match=message):
-            build_data(data(path, eval_split=split))
         with pytest.raises(DataError, match=rf"data\.eval_split: .* split {split}: (?s:.*) is written 5%\."):
             build_data(data(tmp_path / "saved", source="huggingface", eval_split=split))
-
-
-COMPLETIONS = {"format": "prompt_completion", "columns": {"prompt": "text", "completion": "text"}, "on_error": "skip"}
-NONE = (
-    r"{}: expected at least one document, found none in .*a\.jsonl {} the share that is held out "
-    r"\(data\.eval_split={}\)\.\n  Add documents, or hold {} out\."
-)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "keys", "message"),
-    [
-        ([70, 99], {"packing": "documents"}, None),  # texts are cut
-        (
-            [70, 99],
-            COMPLETIONS,
-            r"data: expected at least one document of at most 64 tokens \(data\.seq_len\) with something to predict, "
-            r"found none among 2 in .*a\.jsonl\.\n  Raise data\.seq_len \(the longest has 199\)\.",
-        ),
-        ([70, 99], {"packing": "none", "eval_split": "1%"}, NONE.format(r"data\.eval_split", "in", "1%", "more")),
-        ([70, 99], {"eval_split": "99.9%"}, NONE.format("data", "outside", r"99\.9%", "less")),
-        (
-            [4] * 40,
-            {"eval_split": "20%"},
-            r"data\.eval_split: expected at least 65 tokens \(data\.seq_len \+ 1, one row\), found \d+ in .*a\.jsonl "
-            r"in the share that is held out \(data\.eval_split=20%\)\.\n  Lower data\.seq_len, or .*, or hold more out",
-        ),
-        ([0, 0], {"packing": "none"}, r"data: expected at least one document of two tokens, found none among 2 in "),
-    ],
-)
-def test_a_part_without_rows_says_why(
-    tmp_path: Path, lengths: list[int], keys: dict[str, Any], message: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    given = data(write(tmp_path / "a.jsonl", ["x" * length for length in lengths]), **keys)
-    if message is None:
-        assert len(build_data(given).rows)
-        return
-    with caplog.at_level(logging.INFO, "portable_fsdp"), pytest.raises(DataError, match=message):
-        build_data(given)
-    assert not [line for line in caplog.messages if " 0 rows" in line]
-
-
-def test_a_mixture_of_streams_without_rows_names_its_parts(tmp_path: Path) -> None:
-    mixture = [
-        {"source": "jsonl", "path": str(write(tmp_path / f"{name}.jsonl", ["x" * 30] * count))}
-        for name, count in (("a", 9), ("b", 12))
-    ]
-    keys = {"mixture": mixture, "seq_len": 64, "cache_dir": str(tmp_path / "cache")}
-    for more, message in (
-        ({"eval_split": "10%"}, r"data\.eval_split: .* found \d+ in .*a\.jsonl, \d+ in .*b\.jsonl in the share"),
-        ({"seq_len": 300}, r"data\.mixture: .* \(data.seq_len \+ 1, one row\), found 279 in .*a\.jsonl\.\n"),
-    ):
-        with pytest.raises(DataError, match=message):
-            build_data(Data.model_validate({**keys, **more}))

@@ -227,28 +227,6 @@ def test_refused(corpus: Corpora, name: str, keys: dict[str, Any], words: str) -
         corpus(name, **keys).rows.rows(np.array([1000 if name == "broken" else 0, 1]))
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"factory": None, "buckets": {"x": [4]}}, r"buckets needs data\.factory"),
-        ({"factory": None, "workers": 1}, r"workers needs data\.factory"),
-        ({"seq_len": 64}, r"seq_len applies to text only; data\.factory makes its own rows"),
-        (
-            {"buckets": {"x": [4, 8], "y": [4]}},
-            "the same number of sizes for each key, 1 to 16, found 2 for x, 1 for y",
-        ),
-        ({"buckets": {"x": list(range(1, 18))}}, "1 to 16, found 17 for x"),
-        ({"buckets": {"x": []}}, "1 to 16, found 0 for x"),
-        ({"buckets": {"x": [4, 8], "y": [9, 8]}}, r"found \[8, 8\] after \[4, 9\] for x, y"),
-        ({"buckets": {"x": [4, 4]}}, r"found \[4\] after \[4\]"),
-        ({"buckets": {"x": [0]}}, "greater than or equal to 1"),
-    ],
-)
-def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Data.model_validate({"factory": "a:b", **keys})
-
-
 SIZES = {"input_ids": [4, 8, 12], "labels": [4, 8, 12]}
 
 

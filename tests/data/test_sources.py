@@ -63,11 +63,7 @@ def test_a_glob_is_sorted_and_goes_to_any_depth(tmp_path: Path) -> None:
     assert texts(read("text", tmp_path / "a [1].txt")) == ["a [1].txt\r\n\n"]
 
 
-def test_text_that_is_not_there_is_refused_and_what_is_not_utf8_is_broken_under_its_own_number(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.path: no such file or match: .*\*\.txt\n  The path is relative"):
-        read("text", tmp_path / "*.txt")
-    with pytest.raises(DataError, match=r"found a folder: .*\n  Name its files: .*/\*\*/\*\.txt"):
-        read("text", tmp_path)
+def test_text_that_is_not_utf8_is_broken_under_its_own_number(tmp_path: Path) -> None:
     for name, content in (("a", b"a"), ("b", "abc Grüße".encode("latin-1")), ("c", b"c")):
         (tmp_path / f"{name}.txt").write_bytes(content)
     first, broken, last = read("text", tmp_path / "*.txt")

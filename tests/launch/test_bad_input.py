@@ -61,6 +61,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PAGE = (Path(__file__).parents[1] / "convert/samples/hugging_face_page.yaml").read_text()
+TEXTS = {"empty.jsonl": ["", ""], "two.jsonl": ["x" * 70, "x" * 99], "forty.jsonl": ["xxxx"] * 40}
 WRONG_FILES = {
     "short.txt": "hello",
     "broken.yaml": "run: {dir: run\ntrain: ][\n",
@@ -70,6 +71,8 @@ WRONG_FILES = {
     "page.yaml": PAGE.replace("num_processes: 2", "num_processes: 1").replace("LlamaDecoderLayer", "BertLayer"),
     "train.py": "import torch\n\nprint(torch)\n",
     "number.jsonl": '{"text": 3}\n',
+    "broken.jsonl": '{"text": "a"}\n{broken\n',
+    **{name: "".join(map('{{"text": "{}"}}\n'.format, texts)) for name, texts in TEXTS.items()},
     "model/config.json": "",
     "stopped/events.jsonl": "",  # a run without a checkpoint
 }

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 from cli import STARTS, committed, events, finish, losses, started
+from test_user_exits import CONFIG, MODULE
 
 from portable_fsdp.observe.run_files import read_jsonl
 
-MODULE = """
+HANGS = """
 import ctypes, os, time
 from pathlib import Path
-import torch
+import user_exits
+from user_exits import Model, data, task
 
 WHERE, PROCESS = os.environ["HANG"], os.environ["HANG_PROCESS"]
-
 
 def hang(where):
     begun = Path("run/events.jsonl").exists() and os.environ.get("RANK", "0") == PROCESS
@@ -31,50 +31,17 @@ def hang(where):
         ctypes.PyDLL(None).sleep(100)  # in C code, with Python's lock
     time.sleep(100)
 
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(1, 1)
-
-    def forward(self, x, labels):
-        if x.device.type != "meta":
-            hang("forward" if self.training else "evaluation")
-            hang("gil")
-        return ((self.linear(x) - labels) ** 2).sum(), torch.ones_like(labels).sum()
-
-
-class Rows:
-    def __len__(self): return 400
-    def __getitem__(self, index):
-        hang("row")
-        return {"x": torch.tensor([index / 400]), "labels": torch.tensor([0.5])}
-
-
-def data(split): return Rows()
-
-
-def task(model, batch): return model(batch["x"], batch["labels"])
-
-
-fsync = os.fsync
-
-
-def slow(file):
+def slow(file, fsync=os.fsync):
     hang("save")
     fsync(file)
 
-
-os.fsync = slow
+user_exits.exits, user_exits.BEGUN, os.fsync = hang, 0, slow
 """
-CONFIG = {
-    "run": {"dir": "run", "step_timeout_s": 10},
-    "model": {"factory": "hangs:Model"},
-    "data": {"factory": "hangs:data", "eval_split": "test"},
-    "train": {"task": "hangs:task", "steps": 16, "global_batch": 4, "eval_every": 8, "log_every": 1},
-    "optim": {"lr": 0.01},
-    "checkpoint": {"every": 4},
-}
+MORE = [
+    *("run.step_timeout_s=10", "model.factory=hangs:Model", "train.task=hangs:task", "optim={lr: 0.01}"),
+    *("data={factory: 'hangs:data', eval_split: test}", "train.steps=16", "train.eval_every=8", "train.log_every=1"),
+    *("train.micro_batch=1", "checkpoint.every=4"),
+]
 SAYS = {
     "row": "step [0-9]+: waiting for its rows",
     "forward": "step [0-9]+: computing",
@@ -86,8 +53,8 @@ SAYS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "hangs.py").write_text(MODULE)
-    (tmp_path / "hangs.yaml").write_text(yaml.safe_dump(CONFIG))
+    for name, text in (("user_exits.py", MODULE), ("hangs.py", HANGS), ("user.yaml", CONFIG)):
+        (tmp_path / name).write_text(text)
     return tmp_path
 
 
@@ -104,7 +71,7 @@ def test_a_hung_process_is_ended_and_named_and_the_run_goes_on(
     engine: str, where: str, process: int, folder: Path
 ) -> None:
     variables = {"HANG": where, "HANG_PROCESS": str(process)}
-    run = finish([*STARTS[engine], "--config=hangs.yaml"], folder, 0, **variables)
+    run = finish([*STARTS[engine], "--config=user.yaml", *MORE], folder, 0, **variables)
     assert "Restart 1 of 3" in run.err
     failed = events(folder / "run", "fail")[0]
     assert f"process {process} on " in failed["reason"], failed
@@ -129,7 +96,7 @@ def test_a_hung_process_is_ended_and_named_and_the_run_goes_on(
 def test_a_stopped_process_is_ended_and_takes_no_further_step(engine: str, process: int, folder: Path) -> None:
     """Though SIGCONT wakes it for seconds, to write its stacks."""
     more = ["train.steps=600", "train.eval_every=300", "checkpoint.every=2", "run.step_timeout_s=10"]
-    with started([*STARTS[engine], "--config=hangs.yaml", *more], folder, HANG="", HANG_PROCESS="0") as run:
+    with started([*STARTS[engine], "--config=user.yaml", *MORE, *more], folder, HANG="", HANG_PROCESS="0") as run:
         run.wait_until(lambda: bool(committed(folder / "run") and events(folder / "run", "save")))
         began = time.monotonic()
         trains = psutil.Process(run.pid).children(recursive=True) if engine == "native" else []
