@@ -1,5 +1,6 @@
 """Tokenizers for the tests of data: byte-level BPE, trained on CPython's reference, with a chat template."""
 
+import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -39,6 +40,7 @@ def make_tokenizer(bpe: str, tmp_path: Path) -> MakeTokenizer:
             tokenizer_object=fast, bos_token="<begin>", eos_token="<end>", pad_token="<pad>"
         )
         tokenizer.chat_template = chat_template
+        shutil.rmtree(tmp_path / "tokenizer", ignore_errors=True)  # an earlier one may have a template
         tokenizer.save_pretrained(tmp_path / "tokenizer")
         return FolderTokenizer(tmp_path / "tokenizer")
 

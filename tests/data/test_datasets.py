@@ -1,5 +1,6 @@
 """data.factory: map-style datasets in the order of every corpus, streams in their own, and what is refused."""
 
+import json
 import logging
 import os
 import random
@@ -201,30 +202,14 @@ def test_rows_are_held_out_by_share_or_split(corpus: Corpora) -> None:
     assert (len(by_split.rows), len(by_split.eval_rows)) == (20, 6)
 
 
-@pytest.mark.parametrize(
-    ("name", "keys", "words"),
-    [
-        ("empty", {}, "split 'train' has no rows"),
-        ("empty_stream", {}, "the stream has no items"),
-        ("tuples", {}, "expected items that are dicts of tensors, found a batch of type list"),
-        ("uneven", {}, "can't be collated into a batch: RuntimeError: stack expects each tensor to be equal size"),
-        ("words", {"buckets": {"input_ids": [12]}}, "(data.buckets pads them), or return a collate function"),
-        ("words", {"buckets": {"input_ids": [3]}}, "row 1: expected at most input_ids 3, attention_mask 3"),
-        ("words", {"buckets": {"input_ids": [9], "y": [2]}}, "row 0: no key y, which data.buckets pads; the row has"),
-        ("words", {"buckets": {"noise": [9]}}, "row 0: noise: expected a tensor with a dimension"),
-        ("tuples", {"buckets": {"x": [9]}}, "row 0: expected a dict of tensors, found tuple"),
-        ("seeks", {"buckets": {"y": [9]}}, "item 0: no key y, which data.buckets pads; the row has x"),
-        ("stream", {"workers": 2}, "expected at most 1 for a stream, found 2: each worker"),
-        ("broken", {}, "row 1000 can't be read: OSError: a broken file"),
-        ("nothing", {}, "to return a Dataset, or a Dataset and a collate function, found int"),
-        ("stream", {"eval_split": "5%"}, "no share of a stream"),
-        ("stream", {"eval_split": "test"}, "expected a dataset with __len__, found a stream"),
-        ("numbers", {"split": "other"}, "KeyError: 'other'"),
-    ],
-)
-def test_refused(corpus: Corpora, name: str, keys: dict[str, Any], words: str) -> None:
-    with pytest.raises((DataError, ConfigError), match=re.escape(words)):
-        corpus(name, **keys).rows.rows(np.array([1000 if name == "broken" else 0, 1]))
+def test_refused(corpus: Corpora, tmp_path: Path, assert_golden: Callable[[Path, str], None]) -> None:
+    """The golden file has, after each `$ `, a function and keys of data, and what is wrong."""
+    golden, parts = Path(__file__).parent / "golden/datasets.txt", list[str]()
+    for name, keys in re.findall(r"^\$ (\w+) (.*)$", golden.read_text(), re.MULTILINE):
+        with pytest.raises((DataError, ConfigError)) as error:
+            corpus(name, **json.loads(keys)).rows.rows(np.array([1000 if name == "broken" else 0, 1]))
+        parts.append(f"$ {name} {keys}\n{error.value}\n".replace(f"{tmp_path}/", "").replace(corpus.__name__, "MODULE"))
+    assert_golden(golden, "\n".join(parts))
 
 
 SIZES = {"input_ids": [4, 8, 12], "labels": [4, 8, 12]}

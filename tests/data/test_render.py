@@ -2,9 +2,9 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -37,8 +37,6 @@ CALLS = [
     {"role": "assistant", "content": "It fits one line or many."},
 ]
 ONE_CALL = '<call>{"name": "search", "arguments": {"what": "a statement"}}</call>'
-CONTENT = "message['content'] +"
-ONLY_LAST = "(message['content'] if loop.last else message['content'][:3]) +"
 ANSWERS = ["A simple one fits one line.<|im_end|>\n", "It has a value.<|im_end|>\n"]
 PROMPT_OF_MESSAGES = {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]}
 
@@ -138,170 +136,46 @@ def test_one_that_is_broken_leaves_the_others_as_they_are(make_tokenizer: MakeTo
 
 
 SAID = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}]
-OF_KEYS = "expected messages with role and content, found the keys"
-OF_TEXT = "expected messages whose content is text, found"
-OF_TOOLS = "expected tools as a list of JSON schemas, found"
-BROKEN_MESSAGES: list[tuple[Any, str]] = [
-    ("hello", "expected a list of messages, found text"),
-    (json.dumps(SAID), "expected a list of messages, found text.\n  It is JSON text: write the list itself"),
-    ([], "expected a list of messages, found an empty one"),
-    (["hello"], "expected messages with role and content, found text as message 1"),
-    ([{"from": "human", "value": "x"}, {"role": "assistant", "content": "y"}], f"{OF_KEYS} from, value in mess"),
-    ([{"from": "human", "value": "x"}], "no assistant message"),
-    ([{"from": "human", "value": 1}], f"{OF_TEXT} a number"),
-    (
-        [SAID[0], {"role": "assistant", "tool_calls": [{"name": "f", "args": {"a": 1}}]}],
-        "expected only name and arguments in",
-    ),
-    (CONVERSATION[:2], "no assistant message: nothing in the conversation counts; roles: system, user."),
-    ([{"role": "user"}, CONVERSATION[2]], f"{OF_KEYS} role in mess"),
-    ([CONVERSATION[1], {"role": "assistant", "value": "b"}], f"{OF_KEYS} role, value in message 2"),
-    *(
-        (
-            [CONVERSATION[1], {"role": "assistant", "content": content, "tool_calls": []}],
-            f"{OF_TEXT} {kind} as content, of the keys role, content, tool_c",
-        )
-        for content, kind in [(None, "null"), ({"a": "b"}, "a mapping"), ([{"type": "text"}], "a list")]
-    ),
-]
-BROKEN: list[tuple[str, dict[str, Any], str]] = [
-    *((CHATML, {"messages": messages}, message) for messages, message in BROKEN_MESSAGES),
-    (CHATML + "{{ messages | length }}", {}, "the chat template doesn't show where"),
-    (TOOLS, {"tools": {"name": "search"}}, f"{OF_TOOLS} a mapping"),
-    (TOOLS, {"tools": "search"}, f"{OF_TOOLS} text that isn't JSON: search"),
-    (TOOLS, {"tools": ["search"]}, f"{OF_TOOLS} text that isn't JSON: search"),
-    (GENERATION, {"tools": SCHEMAS}, "the chat template doesn't read `tools`: it would leave the functions out"),
-    (CHATML, {"tools": SCHEMAS}, "the chat template doesn't read `tools`: it would leave the functions out"),
-    (CHATML, {"prompt": SAID, "completion": [SAID[0]]}, "the completion has no assistant message, only roles"),
-    (CHATML, {"prompt": "a", "completion": SAID}, "prompt and completion must both be texts, or both messages"),
-]
+ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+NAMED = "{% if m.role in ['user', 'assistant'] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+OUTSIDE = GENERATION.replace(" + '<|im_end|>\n' }}{% endgen", " }}{% endgen")
+ONLY_LAST = "message['content'] +", "(message['content'] if loop.last else message['content'][:3]) +"
+TEMPLATES = {
+    **{"none": None, "chatml": CHATML, "generation": GENERATION, "tools": TOOLS, **FAMILIES},
+    "endless": CHATML.replace(" + '<|im_end|>\n'", ""),
+    "ended": CHATML.replace("{% if add_g", "{% if not add_generation_prompt %}<end>{% endif %}{% if add_g"),
+    "outside": OUTSIDE.replace("{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>\n' }}"),
+    **{"cut": CHATML.replace(*ONLY_LAST), "cut_generation": GENERATION.replace(*ONLY_LAST)},
+    "counted": CHATML + "{{ messages | length }}",
+    "named": "{% for m in messages %}" + NAMED + "{% endfor %}" + ASKS,
+}
 
 
-@pytest.mark.parametrize(("template", "fields", "message"), BROKEN)
-def test_what_cannot_be_rendered_is_broken(
-    make_tokenizer: MakeTokenizer, template: str, fields: dict[str, Any], message: str
-) -> None:
-    form: Format = "prompt_completion" if "prompt" in fields else "chat"
-    problem = problem_of(form, make_tokenizer(template), {"messages": CONVERSATION, **fields})
-    assert problem.startswith(message)
-    if "show where" in message:
-        assert re.search(r" message 3, .*\n  Put \{% generation %\}", problem)
-
-
-USED = {"role": "assistant", "function_call": {"name": "add", "arguments": '{"a": 1, "b": null}'}}
-LLAMA_CALL = {"role": "assistant", "tool_calls": [{"name": "add", "parameters": {"a": 1}}]}
-RESULT, TOLD = {"role": "function", "content": "3"}, {"role": "system", "content": json.dumps(SCHEMAS)}
-SILENT, THINKING = {"role": "assistant", "content": ""}, "<think>\n\n</think>\n\n3<|im_end|>\n"
-ADDED = '<call>{"name": "add", "arguments": {"a": 1}}</call><|im_end|>\n'
-ADDED_NULL = ADDED.replace("1}", '1, "b": null}')
-ENDED = CHATML.replace("{% if add_g", "{% if not add_generation_prompt %}<end>{% endif %}{% if add_g")  # every text
-ENDLESS = CHATML.replace(" + '<|im_end|>\n'", "")
-OUTSIDE = GENERATION.replace(" + '<|im_end|>\n' }}{% endgen", " }}{% endgen").replace(
-    "{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>\n' }}"
-)
-CALLED = {"role": "assistant", "tool_calls": [CALL]}  # without content
-CUT = ["A s<|im_end|>\n", ANSWERS[1]]
-THOUGHT = [SAID[0], {"role": "assistant", "content": "<think>\nadd\n</think>\n\n3"}]
-
-
-@pytest.mark.parametrize(
-    ("template", "form", "fields", "expected"),
-    [
-        (CHATML, "chat", {"messages": CONVERSATION}, ANSWERS),
-        (GENERATION, "chat", {"messages": CONVERSATION}, ANSWERS),
-        (CHATML, "prompt_completion", PROMPT_OF_MESSAGES, ANSWERS[:1]),
-        (ENDED, "chat", {"messages": CONVERSATION}, [ANSWERS[0], ANSWERS[1] + "<end>"]),
-        *((text.replace(CONTENT, ONLY_LAST), "chat", {"messages": CONVERSATION}, CUT) for text in (GENERATION, CHATML)),
-        (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | {"training": False}, *SAID]}, ["3<|im_end|>\n"]),
-        (GENERATION, "chat", {"messages": [SAID[0], SAID[1] | {"weight": 0}, *SAID]}, ["3<|im_end|>\n"]),
-        (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | {"loss_mask": 0}, *SAID]}, ["3<|im_end|>\n"]),
-        (TOOLS, "chat", {"messages": [SAID[0] | {"masked": True}, SAID[1] | {"masked": True}]}, []),
-        (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | {"masked": False}]}, ["3<|im_end|>\n"]),
-        (TOOLS, "chat", {"messages": SAID, "masked": True}, []),
-        (TOOLS, "chat", {"messages": SAID, "weight": 0}, []),
-        (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | {"weight": 0}]}, []),
-        (TOOLS, "prompt_completion", {"prompt": SAID[:1], "completion": [SAID[1] | {"weight": 0}]}, []),
-        (TOOLS, "chat", {"messages": SAID, "tools": " "}, ["3<|im_end|>\n"]),
-        (TOOLS, "chat", {"messages": SAID, "tools": "null"}, ["3<|im_end|>\n"]),
-        (TOOLS, "chat", {"messages": [SAID[0], USED], "tools": ['{"name": "add"}']}, [ADDED_NULL]),
-        (TOOLS, "chat", {"messages": [SAID[0], USED], "functions": [{"name": "add"}]}, [ADDED_NULL]),
-        (FAMILIES["r1"], "chat", {"messages": [SAID[0], USED]}, ['add"arguments": {"a": 1, "b": null}<end>']),
-        (FAMILIES["r1"], "chat", {"messages": THOUGHT}, ["\n\n3<end>"]),
-        (FAMILIES["qwen3"], "chat", {"messages": [*SAID, *SAID]}, ["3<|im_end|>\n", THINKING]),
-        (TOOLS, "chat", {"messages": [SAID[1], *SAID]}, ["3<|im_end|>\n"] * 2),
-        (OUTSIDE, "chat", {"messages": SAID}, ["3<|im_end|>"]),
-        (ENDLESS, "chat", {"messages": [*SAID, *SAID]}, ["3<|im_start|>", "3"]),
-        (TOOLS, "instruction", {"instruction": "Add", "input": "1+2", "output": "3"}, ["3<|im_end|>\n"]),
-        (None, "instruction", {"instruction": "Add", "input": "1+2", "output": "3"}, ["3<end>"]),
-        (TOOLS, "chat", {"messages": [SAID[0], LLAMA_CALL, RESULT, SAID[1]]}, [ADDED, "3<|im_end|>\n"]),
-        (TOOLS, "chat", {"messages": [TOLD, *SAID], "tools": SCHEMAS}, ["3<|im_end|>\n"]),
-        (TOOLS, "chat", {"messages": [SAID[0], CALLED]}, [f"{ONE_CALL}<|im_end|>\n"]),
-        (TOOLS, "chat", {"messages": [SAID[0], CALLED | {"content": None}]}, [f"{ONE_CALL}<|im_end|>\n"]),
-        (FAMILIES["qwen3"], "chat", {"messages": [SAID[0], SILENT, *SAID]}, ["<|im_end|>\n", THINKING]),
-    ],
-)
 def test_rows_as_people_write_them(
-    make_tokenizer: MakeTokenizer, template: str, form: Format, fields: dict[str, Any], expected: list[str]
+    make_tokenizer: MakeTokenizer, tmp_path: Path, assert_golden: Callable[[Path, str], None]
 ) -> None:
-    """Weights, forms of functions and calls, thinking that a template cuts or adds, ends outside of a turn, alpaca."""
-    tokenizer: Any = make_tokenizer(template)
-    rendered = render_one(form, tokenizer, fields)
-    assert counted_text(tokenizer, rendered) == expected
-    text = text_of(tokenizer, rendered)
-    if fields.get("messages") is CONVERSATION:
-        assert rendered.ids.tolist() == list(tokenizer._tokenizer.apply_chat_template(CONVERSATION)["input_ids"])
-    if form == "instruction":
-        assert text.startswith(
-            "### Instruction:\nAdd\n\n### Input:\n1+2\n" if template is None else "<|im_start|>user\nAdd\n\n1+2<"
-        )
-    assert text.count('"parameters"') <= 1
-    assert (template == ENDLESS) == any("learn to stop" in note for note in rendered.notes)
-    assert (fields.get("messages") is THOUGHT or expected is CUT) == any(
-        "cuts or changes" in note for note in rendered.notes
-    )
+    """Weights, forms of functions and calls, thinking that a template cuts or adds, ends outside of a turn, alpaca.
 
-
-def answered(**keys: Any) -> dict[str, Any]:
-    """A chat whose answer has these keys too."""
-    return {"messages": [SAID[0], SAID[1] | keys]}
-
-
-ADD = {"prompt": "Add", "completion": "3"}
-UNUSED = "the row's text doesn't contain the column"
-UNUSABLE: list[tuple[Format, dict[str, Any], str, str]] = [
-    ("chat", answered(weight=0.5), "the message's weight is 0.5: 1 or true trains it", "weight"),
-    ("chat", answered(weight="0"), "the message's weight is the text '0': 1 or true trains it", "weight"),
-    ("chat", {"messages": [SAID[0] | {"train": True}, SAID[1]]}, "a message of the role user has train=T", "train"),
-    ("chat", answered(masked="yes"), "the message's masked is the text 'yes': 0 or false trains it", "masked"),
-    ("chat", answered(ignore_loss=True), "the message's ignore_loss is True, which may keep it out", "ignore_loss"),
-    ("chat", answered(mask=0), "the message's mask is 0, which may keep it out", "mask"),
-    ("chat", {"messages": [SAID[0] | {"masked": False}, SAID[1]]}, "a message of the role user has mas", "masked"),
-    ("chat", answered(refusal="I can't"), "the chat template leaves out refusal", "refusal"),
-    ("chat", {"messages": SAID, "images": ["a.png"]}, f"{UNUSED} images", "images"),
-    ("chat", {"messages": [{"role": "critic", "content": "?"}, *SAID]}, "the chat template leaves out mes", "critic"),
-    ("prompt_completion", ADD | {"input": "1+2"}, f"{UNUSED} input", "input"),
-    ("prompt_completion", ADD | {"tools": SCHEMAS}, f"{UNUSED} tools", "tools"),
-    ("chat", {"messages": [CONVERSATION[0], *SAID], "system": "Do"}, "the row has a system column", "system"),
-    ("prompt_completion", ADD | {"weight": 2}, "the row's weight is 2: 1 or true", "weight"),
-]
-
-
-@pytest.mark.parametrize(("form", "fields", "problem", "ignored"), UNUSABLE)
-def test_a_row_whose_keys_cannot_be_used_is_refused_or_they_are_ignored_by_name(
-    make_tokenizer: MakeTokenizer, tmp_path: Path, form: Format, fields: dict[str, Any], problem: str, ignored: str
-) -> None:
-    named = "{% if m.role in ['user', 'assistant'] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
-    asks = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    tokenizer = make_tokenizer("{% for m in messages %}" + named + "{% endfor %}" + asks)
-    refused = problem_of(form, tokenizer, fields)
-    assert refused.startswith(problem)
-    assert f"data.ignore=[{ignored}]" in refused
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(fields))
-    data = Data(source="jsonl", path=str(path), format=form, ignore=(ignored,))
-    [item] = renderer(data, tokenizer, stream=False)(list(open_source(data).read()))
-    assert isinstance(item, Rendered)
-    assert counted_text(tokenizer, item) == ["3<|im_end|>\n" if form == "chat" else "3<end>"]
+    The golden file has, after each `$ `, a template, a form and a row; then its text, each part that counts, and notes,
+    or what is wrong with it. A row with a key that can't be used is read again with `data.ignore`.
+    """
+    golden, parts = Path(__file__).parent / "golden/rows.txt", list[str]()
+    for line in re.findall(r"^\$ (.*)$", golden.read_text(), re.MULTILINE):
+        name, form, row = line.split(" ", 2)
+        form, fields, tokenizer = cast(Format, form), json.loads(row), cast(Any, make_tokenizer(TEMPLATES[name]))
+        [item] = render(form, tokenizer, fields)
+        problem = item.problem if isinstance(item, Broken) else ""
+        if ignored := re.search(r"data\.ignore=\[(\w+)\]", problem):
+            (tmp_path / "row.jsonl").write_text(row)
+            data = Data(source="jsonl", path=str(tmp_path / "row.jsonl"), format=form, ignore=(ignored[1],))
+            [item] = renderer(data, tokenizer, stream=False)(list(open_source(data).read()))
+        shown = [f"$ {line}", problem] if problem else [f"$ {line}"]
+        if isinstance(item, Rendered):
+            shown += map(json.dumps, (text_of(tokenizer, item), counted_text(tokenizer, item), *item.notes))
+            if fields.get("messages") == CONVERSATION and not problem:
+                assert item.ids.tolist() == list(tokenizer._tokenizer.apply_chat_template(CONVERSATION)["input_ids"])
+        parts.append("\n".join(shown) + "\n")
+    assert_golden(golden, "\n".join(parts))
 
 
 def test_answers_outside_of_generation_are_noted(make_tokenizer: MakeTokenizer) -> None:

@@ -97,31 +97,18 @@ def test_json_lines_of_several_files_come_in_the_order_of_their_names(tmp_path: 
     assert texts(read(source="jsonl", path=lines(tmp_path / "c.jsonl", line))) == [line["text"]]
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (b'{"text": "x"', "expected a JSON object on one line; column 13: Expecting ',' delimiter"),
-        (b'{"text": "x', "Unterminated string starting at; the text ends too early, so it may be cut"),
-        (b"[1, 2]", r"expected a JSON object on one line, found \[1, 2\]"),
-        (b'{"text": "\xff"}', "expected UTF-8, found 0xff at byte 10"),
-        (b'{"text": "\\ud800"}', "expected text, found half of a surrogate pair"),
-        (b'{"text": "x", "text": "y"}', "expected a JSON object on one line: duplicate key 'text'"),
-        (b'{"text": "x", "a": [{"b": 1, "b": 2}]}', "expected a JSON object on one line: duplicate key 'b'"),
-        (b'{"messages": []}', r"expected a column text, found messages.\n  Set data.format=chat\."),
-        (b'{"conversations": []}', r"expected a column text, found conversations.\n  Set data.format=chat\."),
-        (b'{"prompt": "x", "completion": "y"}', r"expected a column text.*\n  Set data.format=prompt_completion\."),
-        (b'{"txt": "x"}', r"expected a column text, found txt.\n  nearest: txt. data.columns='{text: txt}'"),
-        (b'{"body": "x"}', r"expected a column text, found body.\n  Name the column.* data.columns='{text: NAME}'"),
-    ],
-)
-def test_a_broken_line_keeps_its_number_and_says_what_is_wrong(tmp_path: Path, line: bytes, problem: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "1"}\n' + line + b'\n{"text": "2"}\n')
-    good, bad, after = read(source="jsonl", path=path)
-    assert isinstance(bad, Broken)
-    assert re.search(problem, bad.problem), bad.problem
-    assert (bad.place, bad.number) == (f"{path}:2", 1)
-    assert (good.number, after.number) == (0, 2)
+def test_a_broken_line_keeps_its_number_and_says_what_is_wrong(
+    tmp_path: Path, assert_golden: Callable[[Path, str], None]
+) -> None:
+    """The golden file has, after each `$ `, a line in latin-1, and what is wrong with it."""
+    golden, path, parts = Path(__file__).parent / "golden/broken_lines.txt", tmp_path / "a.jsonl", list[str]()
+    for line in re.findall(r"^\$ (.*)$", golden.read_text(), re.MULTILINE):
+        path.write_bytes(b'{"text": "1"}\n' + line.encode("latin-1") + b'\n{"text": "2"}\n')
+        good, bad, after = read(source="jsonl", path=path)
+        assert isinstance(bad, Broken), line
+        assert (bad.place, good.number, bad.number, after.number) == (f"{path}:2", 0, 1, 2)
+        parts.append(f"$ {line}\n{bad.problem}\n")
+    assert_golden(golden, "\n".join(parts))
 
 
 @pytest.mark.parametrize("indent", [None, 2])
