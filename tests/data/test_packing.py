@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -123,8 +123,7 @@ def plain(lengths: list[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-@pytest.mark.parametrize("capacity", [1, 7, 16, 100])
-@pytest.mark.parametrize("count", [0, 1, 5, 300])
+@pytest.mark.parametrize(("capacity", "count"), [*product((1, 7, 16, 100), (0, 1, 5, 300))])
 def test_rows_are_those_of_the_definition(capacity: int, count: int) -> None:
     random = np.random.default_rng(capacity + count)
     for highest in {1, max(1, capacity // 3), capacity}:
@@ -193,13 +192,6 @@ def test_the_arrays_equal_the_definition(seed: int, rows: int) -> None:
     assert sample_indices(seed, positions, rows).dtype == np.int64
 
 
-def test_weights_become_whole_shares_in_lowest_terms() -> None:
-    assert shares_of([1, 1]) == (1, 1)
-    assert shares_of([0.7, 0.3]) == (7, 3)
-    assert shares_of([1, 1, 1]) == (334, 333, 333)
-    assert shares_of([1, 1e-9]) == (999, 1)  # never none at all
-
-
 def mixed(sizes: Sequence[int], weights: Sequence[float]) -> MixedRows:
     return MixedRows([PackedRows(np.zeros(size + 1, np.uint8), 1) for size in sizes], weights)
 
@@ -222,7 +214,9 @@ def test_each_source_of_a_mixture_goes_through_its_own_epochs(weights: tuple[flo
 
 
 def test_a_mixture_keeps_its_shares_at_any_position_and_its_values_for_ever() -> None:
-    """Whatever is asked with them."""
+    """Whatever is asked with them. Weights become whole shares in lowest terms, never none at all."""
+    whole = {(1, 1): (1, 1), (0.7, 0.3): (7, 3), (1, 1, 1): (334, 333, 333), (1, 1e-9): (999, 1)}
+    assert {weights: shares_of(weights) for weights in whole} == whole
     mixture = mixed([1000, 500], [0.637, 0.363])
     assert mixture.shares == (637, 363)
     for first in (0, 5000, 10**9):

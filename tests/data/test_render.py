@@ -197,7 +197,7 @@ def test_a_tokenizer_without_a_template_is_refused(make_tokenizer: MakeTokenizer
         (ByteTokenizer(), "prompt_completion", (), {"enable_thinking": False}),
     ):
         with pytest.raises(DataError, match=r"data\.tokenizer: the tokenizer has no chat template"):
-            render(form, tokenizer, *fields, **arguments)
+            render(cast(Format, form), tokenizer, *fields, **arguments)
 
 
 @pytest.mark.parametrize("tools", [SCHEMAS, json.dumps(SCHEMAS), [], None], ids=["list", "JSON", "empty", "null"])
