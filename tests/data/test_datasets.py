@@ -193,12 +193,11 @@ def test_a_stream_resumes_where_it_was(corpus: Corpora, caplog: pytest.LogCaptur
 
 
 def test_rows_are_held_out_by_share_or_split(corpus: Corpora) -> None:
-    by_share = corpus("numbers", eval_split="25%")
+    by_share, by_split = (corpus("numbers", eval_split=split) for split in ("25%", "test"))
     assert by_share.eval_rows is not None
+    assert by_split.eval_rows is not None
     parts = [rows.rows(np.arange(len(rows)))["x"].flatten().tolist() for rows in (by_share.rows, by_share.eval_rows)]
     assert sorted(parts[0] + parts[1]) == list(range(20))
-    by_split = corpus("numbers", eval_split="test")
-    assert by_split.eval_rows is not None
     assert (len(by_split.rows), len(by_split.eval_rows)) == (20, 6)
 
 
@@ -215,7 +214,9 @@ def test_refused(corpus: Corpora, tmp_path: Path, assert_golden: Callable[[Path,
 SIZES = {"input_ids": [4, 8, 12], "labels": [4, 8, 12]}
 
 
-def test_rows_are_padded_before_they_are_collated(corpus: Corpora) -> None:
+def test_rows_are_padded_before_they_are_collated_and_micro_batches_take_the_longest_ones_bucket(
+    corpus: Corpora,
+) -> None:
     batch = corpus("words", buckets=SIZES).rows.rows(np.array([0, 2]))  # of 3 and 5 tokens
     ids = [[1, 2, 3, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 0, 0, 0]]
     assert batch["input_ids"].tolist() == ids
@@ -226,9 +227,6 @@ def test_rows_are_padded_before_they_are_collated(corpus: Corpora) -> None:
     own = corpus("masked", buckets={"input_ids": [4]}).rows.rows(np.array([0]))
     assert (own["attention_mask"].tolist(), own["labels"].tolist()) == ([[1, 1, 0, 0]], [1])
     assert "attention_mask" not in corpus("words", buckets={"labels": [12]}).rows.of_each_shape(np.array([0]))[0]
-
-
-def test_micro_batches_take_the_bucket_of_their_longest_row(corpus: Corpora) -> None:
     rows = corpus("words", buckets=SIZES).rows
     lengths = [11, 0, 5, 1, 9, 3]  # rows of 4, 3, 8, 4, 12 and 6 tokens
     parts = rows.micro_batches(np.array(lengths), 3)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -282,8 +283,7 @@ def test_compressed_files_stand_among_plain_ones(tmp_path: Path, kind: str) -> N
     assert totals == [14, 0]  # 0: unknown
 
 
-@pytest.mark.parametrize("source", ["jsonl", "text"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "source"), [*product(KINDS, ("jsonl", "text"))])
 def test_a_truncated_file_is_refused_by_name(tmp_path: Path, kind: str, source: str) -> None:
     path = tmp_path / "a.z"
     path.write_bytes(KINDS[kind](LINES)[:-1000] if kind == "gzip" else zstd(LINES)[:-100])

@@ -79,7 +79,7 @@ def test_a_folder_of_transformers_opens_and_saves_and_a_bare_tokenizer_json_name
 
 
 def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And code beside one is never run."""
+    """And code beside one is never run; several templates need a default."""
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"data\.tokenizer: .*: transformers can't open it: "):
         load_tokenizer(str(tmp_path))
@@ -90,6 +90,12 @@ def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("builtins.input", lambda prompt: "y")  # transformers would ask whether to run it
     with pytest.raises(DataError, match=r"data\.tokenizer: .*: transformers can't open it: .*custom code"):
         load_tokenizer(str(tmp_path))
+    load_tokenizer("bytes").save(tmp_path / "several")
+    (tmp_path / "several/additional_chat_templates").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / f"several/additional_chat_templates/{name}.jinja").write_text("{{ messages }}")
+    with pytest.raises(DataError, match="multiple chat templates with no default"):
+        load_tokenizer(str(tmp_path / "several"))
 
 
 def test_bytes_need_no_transformers() -> None:
@@ -191,12 +197,3 @@ def test_a_template_runs_in_a_sandbox_and_a_panic_ends_in_a_sentence(tmp_path: P
     assert not list(tmp_path.glob("cache/*.tmp-*"))
     with pytest.raises(DataError, match=r"rows\.jsonl:1: the tokenizer or its chat template failed"):
         build(tmp_path, form="text", split="(a+)+$")
-
-
-def test_several_templates_need_a_default(tmp_path: Path) -> None:
-    load_tokenizer("bytes").save(tmp_path)
-    for name in ("one", "two"):
-        (tmp_path / "additional_chat_templates").mkdir(exist_ok=True)
-        (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text("{{ messages }}")
-    with pytest.raises(DataError, match="multiple chat templates with no default"):
-        load_tokenizer(str(tmp_path))

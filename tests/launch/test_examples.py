@@ -24,7 +24,7 @@ def run_example(patch: pytest.MonkeyPatch, name: str, *arguments: str) -> object
     return 0
 
 
-def test_plot_loss_writes_a_picture_and_prints_where(
+def test_plot_loss_writes_a_picture_and_gives_each_step_to_the_start_that_ran_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     losses = enumerate([5.5, 5.0, 4.5, None, 3.5, 3.0], start=1)
@@ -38,6 +38,11 @@ def test_plot_loss_writes_a_picture_and_prints_where(
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert run_example(monkeypatch, "plot_loss.py", str(tmp_path / "no-run")) == 2
     assert "found no metrics.jsonl and no events.jsonl" in capsys.readouterr().err
+    stretches = runpy.run_path(str(ROOT / "examples/plot_loss.py"))["stretches"]
+    for history, expected in HISTORIES:
+        events = [{**START, "step": step, "backend": backend, "devices": devices} for step, backend, devices in history]
+        by_start = stretches([{"step": step, "loss": 1.0} for step in range(1, 5)], events)
+        assert [(name, [row["step"] for row in rows]) for name, rows in by_start] == expected
 
 
 N1, N2, X4 = "native, 1 x cpu", "native, 2 x cpu", "xla, 4 x cpu"
@@ -51,14 +56,6 @@ HISTORIES = [
     # a start from an earlier checkpoint takes over all that comes after it
     ([(0, "native", 1), (3, "xla", 4), (1, "native", 2)], [(N1, [1]), (N2, [2, 3, 4])]),
 ]
-
-
-def test_plot_loss_gives_each_step_to_the_start_that_ran_it() -> None:
-    stretches = runpy.run_path(str(ROOT / "examples/plot_loss.py"))["stretches"]
-    for starts, expected in HISTORIES:
-        events = [{**START, "step": step, "backend": backend, "devices": devices} for step, backend, devices in starts]
-        by_start = stretches([{"step": step, "loss": 1.0} for step in range(1, 5)], events)
-        assert [(name, [row["step"] for row in rows]) for name, rows in by_start] == expected
 
 
 def test_a_loop_of_ones_own_goes_on_where_it_stopped(

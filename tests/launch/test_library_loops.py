@@ -122,7 +122,12 @@ MISTAKES_IN_A_CONFIG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_loss_of_ones_own_needs_a_batch_without_padding() -> None:
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def test_a_loss_of_ones_own_needs_a_batch_without_padding_and_shard_refuses() -> None:
+    """Statistics in another dtype, and what is no module."""
     model = {"architecture": TINY["model"]["architecture"]}
     sizes = {"steps": 1, "global_batch": 5, "micro_batch": 2}
     config = pf.make_config(model=model, data={"seq_len": 32}, train=sizes)
@@ -131,6 +136,21 @@ def test_a_loss_of_ones_own_needs_a_batch_without_padding() -> None:
         with pytest.raises(ConfigError, match=message):
             pf.build_training(config, engine, 256, loss=cross_entropy_sum)
         pf.build_training(config, engine, 256)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"compute": "bfloat16"}, "its compute dtype bfloat16, found float32"),
+        ({"buffers": "bfloat16"}, "its compute dtype float32, "),
+        ({"compute": "bfloat16", "modules": {"1": "float32"}}, ""),
+        ({"compute": "bfloat16", "buffers": "bfloat16"}, ""),
+    ]
+    for precision, found in cases:
+        config, message = pf.make_config(precision=precision), f"expected running statistics of 1 in {found}"
+        refused = pytest.raises(ConfigError, match=re.escape(message)) if found else nullcontext()
+        with pf.open_backend(config, device="cpu", backend="native") as engine, refused:
+            model, _ = pf.shard(normed, config, engine)
+            model(torch.ones(4, 2)).sum().backward()
+    config, message = pf.make_config(), r"shard: dict: expected it to return a torch\.nn\.Module"
+    with pf.open_backend(config, device="cpu", backend="native") as engine, pytest.raises(ConfigError, match=message):
+        pf.shard(dict, config, engine)  # pyright: ignore[reportArgumentType]
 
 
 def test_unshard_starts_to_gather_a_unit() -> None:
@@ -210,28 +230,6 @@ def test_mistakes_of_a_loop_are_sentences_with_a_way_out(
         answers = finish([PYTHON, "-c", MISTAKES, engine], tmp_path, PYTHONPATH=search).out
     answers = re.sub(r"in \S+/test_library_loops\.py:\d+:", "in FILE:LINE:", answers)
     assert_golden(Path(__file__).parent / f"golden/loop_mistakes_{engine}.txt", answers)
-
-
-def normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-
-
-def test_shard_refuses_statistics_in_another_dtype_and_what_is_no_module() -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"compute": "bfloat16"}, "its compute dtype bfloat16, found float32"),
-        ({"buffers": "bfloat16"}, "its compute dtype float32, "),
-        ({"compute": "bfloat16", "modules": {"1": "float32"}}, ""),
-        ({"compute": "bfloat16", "buffers": "bfloat16"}, ""),
-    ]
-    for precision, found in cases:
-        config, message = pf.make_config(precision=precision), f"expected running statistics of 1 in {found}"
-        refused = pytest.raises(ConfigError, match=re.escape(message)) if found else nullcontext()
-        with pf.open_backend(config, device="cpu", backend="native") as engine, refused:
-            model, _ = pf.shard(normed, config, engine)
-            model(torch.ones(4, 2)).sum().backward()
-    config, message = pf.make_config(), r"shard: dict: expected it to return a torch\.nn\.Module"
-    with pf.open_backend(config, device="cpu", backend="native") as engine, pytest.raises(ConfigError, match=message):
-        pf.shard(dict, config, engine)  # pyright: ignore[reportArgumentType]
 
 
 LOOP = """

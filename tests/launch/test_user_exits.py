@@ -191,7 +191,7 @@ def test_a_callback_that_exits_fails_the_run(hook: str, user: Any, monkeypatch: 
     assert (callback.ends, other.ends) == (1, 1)
 
 
-def test_a_worker_hands_an_exit_over(user: Any) -> None:
+def test_a_worker_hands_an_exit_over_and_what_exits_on_one_process_is_an_error_on_all(user: Any) -> None:
     """It would end the worker with exit code 0, or be dropped without a word."""
     user.AT, user.ERROR = "data", KeyboardInterrupt()
     steps = _Steps(Data(factory="user_exits:data"), lambda rows, first: StepRows([], 0))
@@ -203,8 +203,6 @@ def test_a_worker_hands_an_exit_over(user: Any) -> None:
     assert isinstance(error, UserExit)
     assert str(error).startswith("data.factory: user_exits:data raised KeyboardInterrupt\n  in ")
 
-
-def test_what_exits_on_one_process_is_an_error_on_all() -> None:
     def work(backend: PlainBackend) -> None:
         on_each_process(backend, lambda: sys.exit(0) if backend.process.index == 1 else None)
 
