@@ -251,9 +251,7 @@ def test_each_block_of_yaml_is_taken_by_the_engines_that_it_names(tmp_path: Path
         assert blocks(f"docs/{name}", "yaml")
         for text in blocks(f"docs/{name}", "yaml"):
             small_config(tmp_path, text)
-
-
-def test_the_functions_of_any_model_md_do_what_it_says() -> None:
+    # The functions of any_model.md do what it says.
     names: dict[str, Any] = {"torch": torch, "default_collate": default_collate}
     exec("\n".join(blocks("docs/any_model.md", "python")), names)
     batch = names["by_name"]([(torch.ones(2), 3), (torch.zeros(2), 4)])

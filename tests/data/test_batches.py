@@ -54,14 +54,6 @@ def our_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("portable_fsdp")]
 
 
-def wait_until_full(rows: NumberedRows) -> None:
-    """Until the thread has made all steps that it makes ahead."""
-    deadline = time.monotonic() + 5
-    while rows.calls < STEPS_AHEAD:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize(("count", "accumulation"), [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (4, 1), (4, 3)])
 def test_the_shards_of_a_step_are_the_global_batch_in_order(count: int, accumulation: int) -> None:
     """Also across the end of the epoch, which lies inside the fifth step."""
@@ -99,8 +91,10 @@ def test_an_error_in_the_thread_comes_where_its_step_is_asked_for() -> None:
 
 def test_the_thread_makes_some_steps_ahead_and_no_more_and_closing_ends_it() -> None:
     rows = NumberedRows(50)
-    feed = batches(rows)
-    wait_until_full(rows)
+    feed, deadline = batches(rows), time.monotonic() + 5
+    while rows.calls < STEPS_AHEAD:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     time.sleep(0.05)
     assert (rows.calls, feed.consumed, len(our_threads())) == (STEPS_AHEAD, 0, 1)
     next(feed)

@@ -216,14 +216,6 @@ def start(folder: Path, slow_s: float) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", MAKER, *arguments], stdout=subprocess.PIPE, text=True)
 
 
-def wait_for_temporary(folder: Path) -> Path:
-    deadline = time.monotonic() + 60
-    while not (entry := list(folder.glob("k.tmp-*"))):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return entry[0]
-
-
 @pytest.mark.slow
 def test_of_several_processes_at_once_one_tokenizes(tmp_path: Path) -> None:
     makers = [start(tmp_path, 0.0005) for _ in range(3)]
@@ -235,12 +227,15 @@ def test_of_several_processes_at_once_one_tokenizes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_maker_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
     maker = start(tmp_path, 0.05)
-    left = wait_for_temporary(tmp_path)
+    deadline = time.monotonic() + 60
+    while not (left := list(tmp_path.glob("k.tmp-*"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     waiting = start(tmp_path, 0)
     maker.send_signal(signal.SIGKILL)
     maker.communicate()
     assert waiting.communicate(timeout=120)[0].split() == ["ready", "1", "2000"]
-    assert not left.exists()
+    assert not left[0].exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["k", "k.lock"]
 
 
@@ -316,13 +311,10 @@ def test_a_corpus_is_not_read_a_second_time(tmp_path: Path, monkeypatch: pytest.
     assert hash_of_files(files[1:], tmp_path) != digest == hash_of_files(files, tmp_path / "2")
     monkeypatch.setattr("portable_fsdp.data.compressed._hash_of_files", None)
     assert hash_of_files(files, tmp_path) == digest
-
-
-def test_tokens_are_not_read_a_second_time_for_a_fingerprint(tmp_path: Path) -> None:
-    """The second rows don't even have the tokens that the fingerprint is of."""
+    # Nor are tokens for a fingerprint: the second rows don't even have those that it is of.
     file = tmp_path / "tokens.bin"
     file.write_bytes(bytes(range(200)))
-    remember = partial(remembered, tmp_path / "hashes", [file], clock=later)
+    remember = partial(remembered, tmp_path / "rows", [file], clock=later)
     tokens, none = np.frombuffer(file.read_bytes(), np.uint8), np.zeros(200, np.uint8)
     assert PackedRows(tokens, 8, remember).fingerprint() == PackedRows(tokens, 8).fingerprint()
     assert PackedRows(none, 8, remember).fingerprint() == PackedRows(tokens, 8).fingerprint()

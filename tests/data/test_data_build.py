@@ -2,8 +2,9 @@
 
 import json
 import logging
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -118,15 +119,14 @@ def test_broken_lines_are_counted(lines: Path, caplog: pytest.LogCaptureFixture)
     assert sorted(numbers(corpus.rows)) == [number for number in range(200) if number != 3]
 
 
-def test_chats_are_packed_with_their_turns(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
+def test_chats_are_packed_with_their_turns_and_tools_and_arguments_make_other_rows(
+    make_tokenizer: MakeTokenizer, tmp_path: Path
+) -> None:
     tokenizer = make_tokenizer()
     path = write(tmp_path / "chat.jsonl", [{"messages": TURNS * count} for count in (1, 2, 3)])
     corpus = build_data(data(path, format="chat", tokenizer=str(tmp_path / "tokenizer"), seq_len=128))
     assert counted(corpus.rows) == tokenizer.encode("Yes<|im_end|>\n").tolist() * 6
     assert int(corpus.rows.rows(np.arange(len(corpus.rows)))["segments"].max()) > 1
-
-
-def test_tools_and_arguments_of_the_template_make_other_rows(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
     make_tokenizer(TOOLS)
     schemas = [{"type": "function", "function": {}}]
     path = write(tmp_path / "chat.jsonl", [{"messages": TURNS, "schemas": schemas}])
@@ -278,36 +278,20 @@ def test_files_that_are_held_out_are_not_trained_on(tmp_path: Path, caplog: pyte
     assert sum(said in line for line in caplog.messages) == 1
 
 
-@pytest.mark.parametrize(
-    ("split", "eval_split", "expected"),
-    [
-        (None, "train", None),
-        (None, "train[:5%]", None),
-        ("train[:70%]", "train[60%:]", None),
-        ("train[:14]", "train[70%:]", [*range(14, 20)]),
-        ("train[:-3]+test", "train[-3:]", [17, 18, 19]),
-        ("train+test[:1]", "test", None),
-        ("train", "test", [*range(100, 120)]),
-    ],
-)
 def test_splits_that_have_rows_in_common_are_refused(
-    tmp_path: Path, split: str | None, eval_split: str, expected: list[int] | None
+    tmp_path: Path, assert_golden: Callable[[Path, str], None]
 ) -> None:
+    """The golden file has, after each `$ `, a split and one to hold out; then the rows of both, or what is wrong."""
+    golden, saved, shown = Path(__file__).parent / "golden/splits.txt", tmp_path / "saved", list[str]()
     texts = {name: [f"{first + at:04d}" for at in range(20)] for name, first in (("train", 0), ("test", 100))}
     parts = {name: datasets.Dataset.from_dict({"text": text}) for name, text in texts.items()}
-    cast(Any, datasets).DatasetDict(parts).save_to_disk(tmp_path / "saved")
-    keys = data(tmp_path / "saved", source="huggingface", packing="none", split=split, eval_split=eval_split)
-    if expected is not None:
-        corpus = build_data(keys)
-        assert numbers(corpus.eval_rows) == expected
-        assert not {*numbers(corpus.rows)} & {*expected}
-        return
-    with pytest.raises(DataError, match=r"data\.eval_split: .* has rows in common with (?s:.)*train\[5%:\]"):
-        build_data(keys)
-
-
-def test_what_is_to_be_held_out_and_is_not_there_is_named_by_its_key(tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"text": ["0001"] * 20}).save_to_disk(tmp_path / "saved")
-    for split in ("none.jsonl", "5 %"):
-        with pytest.raises(DataError, match=rf"data\.eval_split: .* split {split}: (?s:.*) is written 5%\."):
-            build_data(data(tmp_path / "saved", source="huggingface", eval_split=split))
+    cast(Any, datasets).DatasetDict(parts).save_to_disk(saved)
+    for split, held_out in re.findall(r"^\$ (\S+) (.*)$", golden.read_text(), re.MULTILINE):
+        keys = {"packing": "none", "split": None if split == "null" else split, "eval_split": held_out}
+        try:
+            corpus = build_data(data(saved, source="huggingface", **keys))
+            text = "\n".join(str(sorted(numbers(rows))) for rows in (corpus.rows, corpus.eval_rows))
+        except DataError as error:
+            text = str(error).replace(f"{tmp_path}/", "")
+        shown.append(f"$ {split} {held_out}\n{text}\n")
+    assert_golden(golden, "\n".join(shown))

@@ -13,7 +13,6 @@ from chat_templates import CHATML, DATED, FAMILIES, GENERATION, TOLD_TOOLS, TOOL
 from portable_fsdp.config.data import Format
 from portable_fsdp.config.schema import Data
 from portable_fsdp.data.build import renderer
-from portable_fsdp.data.chat import KEPT_OUT
 from portable_fsdp.data.examples import Broken, Example, Rendered
 from portable_fsdp.data.sources import open_source
 from portable_fsdp.data.tokenize import ByteTokenizer, Tokenizer
@@ -53,12 +52,6 @@ def render_one(form: Format, tokenizer: Tokenizer, fields: Mapping[Any, Any], **
     [rendered] = render(form, tokenizer, fields, **arguments)
     assert isinstance(rendered, Rendered), rendered
     return rendered
-
-
-def problem_of(form: Format, tokenizer: Tokenizer, fields: Mapping[Any, Any]) -> str:
-    [rendered] = render(form, tokenizer, fields)
-    assert isinstance(rendered, Broken)
-    return rendered.problem
 
 
 def text_of(tokenizer: Any, rendered: Rendered) -> str:
@@ -105,7 +98,6 @@ def test_text_in_a_stream_is_bare_and_ended_and_what_is_no_text_is_broken() -> N
 
 
 def test_a_prompt_that_ends_within_a_token_counts_from_where_they_part(make_tokenizer: MakeTokenizer) -> None:
-    """Prompts of messages that differ have a note of their own."""
     tokenizer = make_tokenizer()
     rendered = render_one("prompt_completion", tokenizer, {"prompt": "the state", "completion": "ment"})
     alone, whole = tokenizer.encode("the state").tolist(), tokenizer.encode("the statement").tolist()
@@ -114,9 +106,6 @@ def test_a_prompt_that_ends_within_a_token_counts_from_where_they_part(make_toke
     assert rendered.counted is not None
     common = next(length for length, pair in enumerate(zip(alone, whole, strict=False)) if pair[0] != pair[1])
     assert rendered.counted.tolist() == [False] * common + [True] * (len(whole) - common + 1)
-    tokenizer = make_tokenizer(CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>robot\n'"))
-    rendered = render_one("prompt_completion", tokenizer, PROMPT_OF_MESSAGES)
-    assert [note[:48] for note in rendered.notes] == ["the chat template begins an answer differently t"]
 
 
 def test_one_that_is_broken_leaves_the_others_as_they_are(make_tokenizer: MakeTokenizer) -> None:
@@ -128,11 +117,9 @@ def test_one_that_is_broken_leaves_the_others_as_they_are(make_tokenizer: MakeTo
     mark = "{{ raise_exception('no such role: judge') if messages[0].role == 'judge' }}{% for"
     judge = {"messages": [{"role": "judge", "content": "?"}]}
     for template in (CHATML, GENERATION.replace("{% for", mark, 1)):
-        rendered = render("chat", make_tokenizer(template), judge, {"messages": CONVERSATION}, judge)
-        assert [type(item) for item in rendered] == [Broken, Rendered, Broken]
-        assert isinstance(rendered[0], Broken)
-        assert rendered[0].problem == "the chat template refuses it: no such role: judge"
-        assert [item.number for item in rendered] == [0, 1, 2]
+        first, *others = render("chat", make_tokenizer(template), judge, {"messages": CONVERSATION}, judge)
+        assert [(type(item), item.number) for item in others] == [(Rendered, 1), (Broken, 2)]
+        assert first == Broken(0, "here:0", 1, "the chat template refuses it: no such role: judge")
 
 
 SAID = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}]
@@ -141,11 +128,13 @@ NAMED = "{% if m.role in ['user', 'assistant'] %}<|im_start|>{{ m.role }}\n{{ m.
 OUTSIDE = GENERATION.replace(" + '<|im_end|>\n' }}{% endgen", " }}{% endgen")
 ONLY_LAST = "message['content'] +", "(message['content'] if loop.last else message['content'][:3]) +"
 TEMPLATES = {
-    **{"none": None, "chatml": CHATML, "generation": GENERATION, "tools": TOOLS, **FAMILIES},
+    **{"none": None, "chatml": CHATML, "generation": GENERATION, "tools": TOOLS, "told_tools": TOLD_TOOLS, **FAMILIES},
     "endless": CHATML.replace(" + '<|im_end|>\n'", ""),
     "ended": CHATML.replace("{% if add_g", "{% if not add_generation_prompt %}<end>{% endif %}{% if add_g"),
     "outside": OUTSIDE.replace("{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>\n' }}"),
     **{"cut": CHATML.replace(*ONLY_LAST), "cut_generation": GENERATION.replace(*ONLY_LAST)},
+    "last": GENERATION.replace("'assistant' %}", "'assistant' and loop.last %}"),
+    "robot": CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>robot\n'"),
     "counted": CHATML + "{{ messages | length }}",
     "named": "{% for m in messages %}" + NAMED + "{% endfor %}" + ASKS,
 }
@@ -154,7 +143,8 @@ TEMPLATES = {
 def test_rows_as_people_write_them(
     make_tokenizer: MakeTokenizer, tmp_path: Path, assert_golden: Callable[[Path, str], None]
 ) -> None:
-    """Weights, forms of functions and calls, thinking that a template cuts or adds, ends outside of a turn, alpaca.
+    """Weights, forms of functions and calls, thinking that a template cuts or adds, ends outside of a turn, alpaca,
+    and answers that a template keeps out of the loss, which shall not go without a word.
 
     The golden file has, after each `$ `, a template, a form and a row; then its text, each part that counts, and notes,
     or what is wrong with it. A row with a key that can't be used is read again with `data.ignore`.
@@ -176,17 +166,6 @@ def test_rows_as_people_write_them(
                 assert item.ids.tolist() == list(tokenizer._tokenizer.apply_chat_template(CONVERSATION)["input_ids"])
         parts.append("\n".join(shown) + "\n")
     assert_golden(golden, "\n".join(parts))
-
-
-def test_answers_outside_of_generation_are_noted(make_tokenizer: MakeTokenizer) -> None:
-    """Protects from turns that silently don't train; completions count whole, and a template may mark all."""
-    last = make_tokenizer(GENERATION.replace("'assistant' %}", "'assistant' and loop.last %}"))
-    once = render_one("chat", last, {"messages": [*SAID, *SAID]})
-    assert (counted_text(last, once), once.notes) == (["3<|im_end|>\n"], (KEPT_OUT,))
-    completion = render_one("prompt_completion", last, {"prompt": [*SAID, SAID[0]], "completion": SAID[1:]})
-    assert completion.notes == render_one("chat", last, {"messages": SAID}).notes == ()
-    tokenizer = make_tokenizer(TOLD_TOOLS)
-    assert render_one("chat", tokenizer, {"messages": [*CALLS, *SAID], "tools": SCHEMAS}).notes == ()
 
 
 def test_a_tokenizer_without_a_template_is_refused(make_tokenizer: MakeTokenizer) -> None:
@@ -239,7 +218,9 @@ def test_a_template_that_asks_for_the_day_is_told_the_same_one_each_day(
     with pytest.raises(DataError, match=r"the trainer itself sets strftime_now\."):
         text(strftime_now="05 Jan 2026")
     other = make_tokenizer(DATED.replace("strftime_now('%d %b %Y')", "strftime_now('%d' + ' %b')"))
-    assert problem_of(form, other, fields).startswith("the chat template calls strftime_now without a quoted format")
+    [broken] = render(form, other, fields)
+    assert isinstance(broken, Broken)
+    assert broken.problem.startswith("the chat template calls strftime_now without a quoted format")
 
 
 def test_arguments_hold_for_prompts_too_and_those_that_the_template_does_not_read_are_refused(

@@ -64,7 +64,8 @@ def test_a_glob_is_sorted_and_goes_to_any_depth(tmp_path: Path) -> None:
     assert texts(read("text", tmp_path / "a [1].txt")) == ["a [1].txt\r\n\n"]
 
 
-def test_text_that_is_not_utf8_is_broken_under_its_own_number(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_broken_and_content_follows_bytes_and_their_cut_into_files(tmp_path: Path) -> None:
+    """The broken one keeps its number; names don't count."""
     for name, content in (("a", b"a"), ("b", "abc Grüße".encode("latin-1")), ("c", b"c")):
         (tmp_path / f"{name}.txt").write_bytes(content)
     first, broken, last = read("text", tmp_path / "*.txt")
@@ -73,8 +74,6 @@ def test_text_that_is_not_utf8_is_broken_under_its_own_number(tmp_path: Path) ->
     assert broken.place == f"{tmp_path}/b.txt"
     assert broken.problem == "expected UTF-8, found 0xfc at byte 6; `iconv -f latin1 -t utf-8` may convert it"
 
-
-def test_content_follows_bytes_and_their_cut_into_files_and_not_names(tmp_path: Path) -> None:
     def content(*files: str) -> str:
         for old in tmp_path.glob("*.txt"):
             old.unlink()

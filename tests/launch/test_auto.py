@@ -45,29 +45,22 @@ def test_processes_agree_on_the_fastest_that_fits_and_a_resumed_run_keeps_it(
 
 
 def test_an_engine_without_a_plan_recomputes_all_layers(tmp_path: Path) -> None:
-    """test_launch.py has a run on xla."""
-    config = load_config(tiny_config(tmp_path), AUTO[1:])
+    """test_launch.py has a run on xla. Those without a planner refuse it for the batch."""
+    path = tiny_config(tmp_path)
+    config = load_config(path, AUTO[1:])
     with pytest.raises(ConfigError, match=r"memory\.gradient_checkpointing: expected a value, found auto"):
         pf.open_backend(config, device="cpu", backend="native")
     with pf.open_backend(without_plan(config), device="cpu", backend="native") as engine:
         engine.deployment = Deployment("xla", "cpu", 1, 1)
         resolved = resolve_auto(config, engine)
     assert (resolved.memory.gradient_checkpointing, resolved.compile.enabled) == ("full", False)
-
-
-def test_an_open_engine_adopts_what_a_plan_chose(tmp_path: Path) -> None:
-    """It is as one that opened with these values: on GPUs compiled layers run attention over blocks."""
-    config = load_config(tiny_config(tmp_path), AUTO[2:])
+    # One that is open adopts what a plan chose, as if opened so: on GPUs compiled layers run attention over blocks.
     with pf.open_backend(without_plan(config), device="cpu", backend="native") as engine:
         engine.deployment = Deployment("native", "cuda", 1, 1)
         engine.adopt(with_settings(config, {"compile.enabled": "false"}))
         assert not engine.runs_blocks
         engine.adopt(with_settings(config, {"compile.enabled": "true"}))
         assert engine.runs_blocks
-
-
-def test_engines_without_a_planner_refuse_auto(tmp_path: Path) -> None:
-    path = tiny_config(tmp_path)
     for engine, device in (("native", "tpu"), ("xla", "cpu"), ("xla_fsdp1", "tpu")):
         with pytest.raises(BackendError, match=f"backend {engine} on {device}: train.micro_batch=auto"):
             require_supported(load_config(path, [ROWS]), Deployment(engine, device))

@@ -31,17 +31,13 @@ def test_each_deliberate_mistake_has_its_place_in_the_code() -> None:
 
 
 @pytest.mark.proof
-def test_loop_overhead_writes_its_table(tmp_path: Path) -> None:
+def test_loop_overhead_and_checkpoints_of_all_ways_write_their_tables(tmp_path: Path) -> None:
     result, printed = _result(tmp_path, "loop_overhead", "--pairs=2", processes=2)
     assert (result["pairs"], result["config"]["processes"]) == (2, 2)
     assert 3.5e6 < result["config"]["parameters"] < 4.5e6
     ratio = result["ratio"]
     assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
     assert "ratio " in printed
-
-
-@pytest.mark.proof
-def test_checkpoints_of_all_ways_are_saved_and_loaded(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     saved.mkdir()
     result, _ = _result(tmp_path, "checkpoints", "--layers=1", "--rounds=1", f"--folder={saved}", processes=2)

@@ -46,8 +46,6 @@ def test_plot_loss_writes_a_picture_and_gives_each_step_to_the_start_that_ran_it
 
 
 N1, N2, X4 = "native, 1 x cpu", "native, 2 x cpu", "xla, 4 x cpu"
-
-
 HISTORIES = [
     ([(0, "native", 1)], [(N1, [1, 2, 3, 4])]),
     ([(0, "native", 2), (2, "xla", 4)], [(N2, [1, 2]), (X4, [3, 4])]),
@@ -58,9 +56,10 @@ HISTORIES = [
 ]
 
 
-def test_a_loop_of_ones_own_goes_on_where_it_stopped(
+def test_a_loop_of_ones_own_goes_on_where_it_stopped_and_a_mistake_ends_it_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Also one in the environment of `accelerate launch`."""
     small = "data.seq_len=32 train.global_batch=4 train.log_every=2 optim.schedule=constant optim.warmup_steps=0"
 
     def losses(folder: str, steps: int) -> list[str]:
@@ -72,12 +71,6 @@ def test_a_loop_of_ones_own_goes_on_where_it_stopped(
     whole = losses("whole", 4)
     assert [line.split()[1] for line in whole] == ["2", "4"]
     assert [*losses("parts", 2), *losses("parts", 4)] == whole
-
-
-def test_a_mistake_ends_a_loop_of_ones_own_with_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also one in the environment of `accelerate launch`."""
     usage = run_example(monkeypatch, "own_loop.py")
     assert "python examples/own_loop.py configs/quickstart.yaml" in str(usage)
     for words, message in (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli import SAVES, STARTS, TORCHRUN, Started, committed, events, launch, started, tiny_config
+from cli import SAVES, STARTS, TORCHRUN, committed, events, launch, started, tiny_config
 
 GRACE_S = 30  # of a spot VM
 
@@ -28,11 +28,6 @@ def test_a_request_to_one_process_stops_all_and_torchrun_restarts_nothing(tmp_pa
     assert (end["step"], end["reason"]) == (committed(tmp_path / "run")[-1], "SIGUSR1")
 
 
-def everything(run: Started) -> list[psutil.Process]:
-    process = psutil.Process(run.pid)
-    return [process, *process.children(recursive=True)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native", pytest.param("xla", marks=[pytest.mark.proof, pytest.mark.xla])])
 @pytest.mark.parametrize("to_all", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["supervisor", "all"])
@@ -41,7 +36,8 @@ def test_sigusr1_requests_a_stop(engine: str, to_all: bool, tmp_path: Path) -> N
     words = [f"--config={tiny_config(tmp_path)}", *SAVES, "train.steps=100000", "run.grace_s=0.001"]
     with started([*STARTS[engine], *words], tmp_path) as run:
         run.wait_until(lambda: len(committed(tmp_path / "run")) > 1)
-        processes = everything(run) if to_all else [psutil.Process(run.pid)]
+        processes = [psutil.Process(run.pid)]
+        processes += processes[0].children(recursive=True) if to_all else []
         for number in (signal.SIGUSR1, signal.SIGTERM):
             for process in processes:
                 with suppress(psutil.NoSuchProcess):

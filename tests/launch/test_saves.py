@@ -123,16 +123,6 @@ def test_a_commit_has_its_event_also_where_the_run_then_fails(
     assert [event["step"] for event in events(folder / "run", "save")] == [2]
 
 
-def test_events_say_what_a_resume_changed(folder: Path) -> None:
-    assert launch(*FLAGS, "train.stop_at=3") == 0
-    changed = [*FLAGS, "optim.lr=0.002", "train.micro_batch=2"]
-    assert (launch(*changed), launch(*changed, "checkpoint.allow=[optim.lr]")) == (2, 0)
-    [event] = events(folder / "run", "resume")
-    assert (event["step"], event["load"], event["passed_over"]) == (3, "all", [])
-    changes = {"optim.lr": {"saved": 0.003, "now": 0.002}, "train.micro_batch": {"saved": 1, "now": 2}}
-    assert event["changes"] == changes
-
-
 def test_a_run_that_lost_its_checkpoints_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its events name a save: another start would drop its metrics. The message names the save and the way out."""
     words, run = (*FLAGS, f"run.dir={folder / 'run'}", "checkpoint.dir=saves"), folder / "run"
@@ -161,11 +151,19 @@ def test_a_run_that_lost_its_checkpoints_is_refused(folder: Path, capsys: pytest
     assert "saves/step-00000001," in capsys.readouterr().err
 
 
-def test_the_newest_checkpoint_may_be_older_than_the_newest_save(
+def test_the_newest_checkpoint_may_be_older_than_the_newest_save_and_events_say_what_a_resume_changed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch(*FLAGS, "checkpoint.every=2", "train.stop_at=4") == 0
     shutil.rmtree("run/checkpoints/step-00000004")
+    changed = [*FLAGS, "run.dir=changed", "optim.lr=0.002", "train.micro_batch=2"]
+    assert launch(*FLAGS, "run.dir=changed", "train.stop_at=3") == 0
+    assert (launch(*changed), launch(*changed, "checkpoint.allow=[optim.lr]")) == (2, 0)
+    [event] = events(folder / "changed", "resume")
+    assert (event["step"], event["load"], event["passed_over"]) == (3, "all", [])
+    changes = {"optim.lr": {"saved": 0.003, "now": 0.002}, "train.micro_batch": {"saved": 1, "now": 2}}
+    assert event["changes"] == changes
+    capsys.readouterr()
     for said in (1, 0):  # once: the steps after it are those of this start
         assert launch(*FLAGS, "train.stop_at=3") == 0
         shutil.rmtree("run/checkpoints/step-00000003", ignore_errors=True)
