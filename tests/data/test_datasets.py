@@ -123,6 +123,7 @@ def column(corpus: Corpus, seed: int, first: int, count: int, name: str = "x") -
 
 
 def test_rows_come_in_the_order_of_every_corpus_with_noise_of_row_and_epoch_alone(corpus: Corpora) -> None:
+    """And are held out by share or split."""
     numbers = corpus("numbers")
     expected = torch.tensor(sample_indices(3, np.arange(50), 20)).float()[:, None]
     assert torch.equal(column(numbers, 3, 0, 50), expected)
@@ -134,6 +135,12 @@ def test_rows_come_in_the_order_of_every_corpus_with_noise_of_row_and_epoch_alon
     alone = torch.cat([column(numbers, 0, position, 1, "noise") for position in reversed(range(40))]).flip(0)
     assert torch.equal(together, alone)
     assert len({tuple(row) for row in together.tolist()}) == 40  # another one in the second epoch
+    by_share, by_split = (corpus("numbers", eval_split=split) for split in ("25%", "test"))
+    assert by_share.eval_rows is not None
+    assert by_split.eval_rows is not None
+    parts = [rows.rows(np.arange(len(rows)))["x"].flatten().tolist() for rows in (by_share.rows, by_share.eval_rows)]
+    assert sorted(parts[0] + parts[1]) == list(range(20))
+    assert (len(by_split.rows), len(by_split.eval_rows)) == (20, 6)
 
 
 def test_threads_that_read_at_once_draw_as_one_alone_and_leave_the_generators_alone(corpus: Corpora) -> None:
@@ -190,15 +197,6 @@ def test_a_stream_resumes_where_it_was(corpus: Corpora, caplog: pytest.LogCaptur
     first, again = column(corpus("noisy"), 0, 0, 8), column(corpus("noisy"), 0, 4, 4)
     assert torch.equal(first[4:], again)  # noise depends on the item alone
     assert corpus("noisy").rows.fingerprint() == corpus("noisy").rows.fingerprint()
-
-
-def test_rows_are_held_out_by_share_or_split(corpus: Corpora) -> None:
-    by_share, by_split = (corpus("numbers", eval_split=split) for split in ("25%", "test"))
-    assert by_share.eval_rows is not None
-    assert by_split.eval_rows is not None
-    parts = [rows.rows(np.arange(len(rows)))["x"].flatten().tolist() for rows in (by_share.rows, by_share.eval_rows)]
-    assert sorted(parts[0] + parts[1]) == list(range(20))
-    assert (len(by_split.rows), len(by_split.eval_rows)) == (20, 6)
 
 
 def test_refused(corpus: Corpora, tmp_path: Path, assert_golden: Callable[[Path, str], None]) -> None:

@@ -100,17 +100,6 @@ def test_a_row_does_not_depend_on_those_asked_with_it_and_a_fingerprint_on_all_t
     assert documents(3, 4, 2, seq_len=6).fingerprint() == others[2].fingerprint()
 
 
-def test_a_mixture_numbers_the_rows_of_its_parts_one_after_the_other() -> None:
-    parts = [PackedRows(np.arange(first, first + 9, dtype=np.uint8), 2) for first in (0, 100, 200)]
-    mixed = MixedRows(parts, [1, 1, 2])
-    assert len(mixed) == 12
-    batch = mixed.rows(np.array([11, 0, 4, 7, 8]))
-    assert batch["input_ids"].tolist() == [[206, 207], [0, 1], [100, 101], [106, 107], [200, 201]]
-    assert batch["labels"].tolist() == [[207, 208], [1, 2], [101, 102], [107, 108], [201, 202]]
-    others = MixedRows(parts, [1, 1, 1]), MixedRows(parts[::-1], [1, 1, 2])
-    assert len({mixed.fingerprint(), *(other.fingerprint() for other in others)}) == 3
-
-
 def plain(lengths: list[int], capacity: int) -> list[list[int]]:
     """Best-fit decreasing, one document at a time: the lengths in each row, in the order of the rows."""
     rows: list[list[int]] = []
@@ -214,7 +203,14 @@ def test_each_source_of_a_mixture_goes_through_its_own_epochs(weights: tuple[flo
 
 
 def test_a_mixture_keeps_its_shares_at_any_position_and_its_values_for_ever() -> None:
-    """Whatever is asked with them. Weights become whole shares in lowest terms, never none at all."""
+    """Whatever is asked with them. The rows of the parts have numbers one after the other. Weights become whole shares
+    in lowest terms, never none at all."""
+    parts = [PackedRows(np.arange(first, first + 9, dtype=np.uint8), 2) for first in (0, 100, 200)]
+    mixture, *others = (MixedRows(p, w) for p, w in ((parts, [1, 1, 2]), (parts, [1, 1, 1]), (parts[::-1], [1, 1, 2])))
+    batch = mixture.rows(np.array([11, 0, 4, 7, 8]))
+    assert batch["input_ids"].tolist() == [[206, 207], [0, 1], [100, 101], [106, 107], [200, 201]]
+    assert batch["labels"].tolist() == [[207, 208], [1, 2], [101, 102], [107, 108], [201, 202]]
+    assert (len(mixture), len({each.fingerprint() for each in (mixture, *others)})) == (12, 3)
     whole = {(1, 1): (1, 1), (0.7, 0.3): (7, 3), (1, 1, 1): (334, 333, 333), (1, 1e-9): (999, 1)}
     assert {weights: shares_of(weights) for weights in whole} == whole
     mixture = mixed([1000, 500], [0.637, 0.363])

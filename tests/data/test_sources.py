@@ -85,7 +85,9 @@ def test_text_that_is_not_utf8_is_broken_and_content_follows_bytes_and_their_cut
     assert len({content("ab", "c"), content("a", "bc"), content("abc"), content("abc", ""), content("c", "ab")}) == 5
 
 
-def test_json_lines_of_several_files_come_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_json_lines_of_several_files_come_in_the_order_of_their_names_with_columns_that_may_miss(
+    tmp_path: Path,
+) -> None:
     lines(tmp_path / "b.jsonl", {"text": "3"})
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n\n  \n{"text": "2", "other": [1]}')  # no last newline
     examples = read(source="jsonl", path=tmp_path / "*.jsonl")
@@ -95,6 +97,12 @@ def test_json_lines_of_several_files_come_in_the_order_of_their_names(tmp_path: 
     # Other columns may hold what Python writes, and brackets inside a text are text.
     line = {"text": '[\\"{' * 600_000, "score": float("nan"), "boxes": [[1, 2, 3, 4]] * 11_000}
     assert texts(read(source="jsonl", path=lines(tmp_path / "c.jsonl", line))) == [line["text"]]
+    # An optional column may be missing in some rows, but not in all.
+    rows = [{"instruction": "a", "context": None, "output": "b"}, {"instruction": "a", "output": "b"}]
+    path, keys = lines(tmp_path / "d.jsonl", *rows), {"source": "jsonl", "format": "instruction"}
+    assert [type(item) for item in read(path=path, columns={"input": "context"}, **keys)] == [Example] * 2
+    with pytest.raises(DataError, match=r"data\.columns: no row has the column contex: "):
+        read(path=path, columns={"input": "contex"}, **keys)
 
 
 def test_a_broken_line_keeps_its_number_and_says_what_is_wrong(
@@ -132,14 +140,6 @@ def test_a_json_array_is_read_like_lines(tmp_path: Path, indent: int | None) -> 
     for broken in (whole.rstrip()[:-3], whole + "{}", whole.replace("},", "},,", 1)):
         path.write_text(broken)
         assert [type(item) for item in read(source="jsonl", path=path)].count(Broken) == 1
-
-
-def test_an_optional_column_may_be_missing_in_some_rows_but_not_in_all(tmp_path: Path) -> None:
-    rows = [{"instruction": "a", "context": None, "output": "b"}, {"instruction": "a", "output": "b"}]
-    path, keys = lines(tmp_path / "a.jsonl", *rows), {"source": "jsonl", "format": "instruction"}
-    assert [type(item) for item in read(path=path, columns={"input": "context"}, **keys)] == [Example] * 2
-    with pytest.raises(DataError, match=r"data\.columns: no row has the column contex: "):
-        read(path=path, columns={"input": "contex"}, **keys)
 
 
 def test_parquet_files_are_read_by_row_group(tmp_path: Path) -> None:

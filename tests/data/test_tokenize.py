@@ -57,6 +57,11 @@ def test_every_byte_has_its_value_as_id_in_the_smallest_dtype_that_holds_the_voc
     assert ours.vocab_size == 256
     dtypes = {1: "u1", 256: "u1", 257: "u2", 65536: "u2", 65537: "u4"}
     assert {size: token_dtype(size) for size in dtypes} == {size: np.dtype(dtype) for size, dtype in dtypes.items()}
+    # Bytes need no transformers.
+    code = "from portable_fsdp.data.tokenize import load_tokenizer as load; load('bytes').encode('a'); import sys; "
+    code += "print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_a_folder_of_transformers_opens_and_saves_and_a_bare_tokenizer_json_names_no_end(tmp_path: Path) -> None:
@@ -96,13 +101,6 @@ def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / f"several/additional_chat_templates/{name}.jinja").write_text("{{ messages }}")
     with pytest.raises(DataError, match="multiple chat templates with no default"):
         load_tokenizer(str(tmp_path / "several"))
-
-
-def test_bytes_need_no_transformers() -> None:
-    code = "from portable_fsdp.data.tokenize import load_tokenizer as load; load('bytes').encode('a'); import sys; "
-    code += "print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 OWN = ["<eos>", "a", "b", "c"]

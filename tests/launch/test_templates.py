@@ -29,6 +29,7 @@ JOBSETS = sorted(LAUNCH.glob("gke_jobset_*.yaml"))
 TRAINJOB = LAUNCH / "kubeflow_trainjob.yaml"
 SKY_TASKS = sorted(LAUNCH.glob("skypilot_*.yaml"))
 DOCKERFILES = sorted(LAUNCH.glob("Dockerfile.*"))
+ENDS_OF_A_RUN = {"exit 0": 0, "touch build/stop; exit 143": 143, "exit 143": 75, "exit 1": 1}  # of a worker's
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -119,9 +120,6 @@ def test_a_worker_trains_outlives_its_connection_and_stops_on_request(tmp_path: 
                 process.kill()
     assert json.loads((home / "run/STOPPED").read_text())["reason"] == "SIGTERM"
     assert len(committed(home / "run")) == 1
-
-
-ENDS_OF_A_RUN = {"exit 0": 0, "touch build/stop; exit 143": 143, "exit 143": 75, "exit 1": 1}
 
 
 @pytest.mark.parametrize(
