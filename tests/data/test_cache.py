@@ -89,9 +89,7 @@ def test_what_is_broken_stops_or_is_counted(tmp_path: Path) -> None:
     assert (entry.facts.skipped, entry.facts.first_skipped) == (2, "file:2: expected this, found that")
 
 
-def test_another_version_of_the_code_makes_other_entries_and_an_error_has_one_end_and_one_advice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_code_makes_other_entries_and_an_error_has_one_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     key = entry_key(format="text", content="x")
     assert key == entry_key(content="x", format="text")
     monkeypatch.setattr("portable_fsdp.data.cache.FORMAT", 99)

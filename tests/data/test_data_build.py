@@ -119,9 +119,7 @@ def test_broken_lines_are_counted(lines: Path, caplog: pytest.LogCaptureFixture)
     assert sorted(numbers(corpus.rows)) == [number for number in range(200) if number != 3]
 
 
-def test_chats_are_packed_with_their_turns_and_tools_and_arguments_make_other_rows(
-    make_tokenizer: MakeTokenizer, tmp_path: Path
-) -> None:
+def test_chats_are_packed_and_tools_make_other_rows(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     path = write(tmp_path / "chat.jsonl", [{"messages": TURNS * count} for count in (1, 2, 3)])
     corpus = build_data(data(path, format="chat", tokenizer=str(tmp_path / "tokenizer"), seq_len=128))
@@ -278,9 +276,7 @@ def test_files_that_are_held_out_are_not_trained_on(tmp_path: Path, caplog: pyte
     assert sum(said in line for line in caplog.messages) == 1
 
 
-def test_splits_that_have_rows_in_common_are_refused(
-    tmp_path: Path, assert_golden: Callable[[Path, str], None]
-) -> None:
+def test_splits_with_rows_in_common_are_refused(tmp_path: Path, assert_golden: Callable[[Path, str], None]) -> None:
     """The golden file has, after each `$ `, a split and one to hold out; then the rows of both, or what is wrong."""
     golden, saved, shown = Path(__file__).parent / "golden/splits.txt", tmp_path / "saved", list[str]()
     texts = {name: [f"{first + at:04d}" for at in range(20)] for name, first in (("train", 0), ("test", 100))}

@@ -212,9 +212,7 @@ def test_refused(corpus: Corpora, tmp_path: Path, assert_golden: Callable[[Path,
 SIZES = {"input_ids": [4, 8, 12], "labels": [4, 8, 12]}
 
 
-def test_rows_are_padded_before_they_are_collated_and_micro_batches_take_the_longest_ones_bucket(
-    corpus: Corpora,
-) -> None:
+def test_rows_are_padded_and_micro_batches_take_the_bucket_of_their_longest_row(corpus: Corpora) -> None:
     batch = corpus("words", buckets=SIZES).rows.rows(np.array([0, 2]))  # of 3 and 5 tokens
     ids = [[1, 2, 3, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 0, 0, 0]]
     assert batch["input_ids"].tolist() == ids

@@ -223,9 +223,7 @@ def test_a_template_that_asks_for_the_day_is_told_the_same_one_each_day(
     assert broken.problem.startswith("the chat template calls strftime_now without a quoted format")
 
 
-def test_arguments_hold_for_prompts_too_and_those_that_the_template_does_not_read_are_refused(
-    make_tokenizer: MakeTokenizer,
-) -> None:
+def test_arguments_hold_for_prompts_too_and_unread_ones_are_refused(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(TOOLS)
     rendered = render_one("prompt_completion", tokenizer, PROMPT_OF_MESSAGES, enable_thinking=False)
     assert counted_text(tokenizer, rendered) == ANSWERS[:1]

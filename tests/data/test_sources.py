@@ -105,9 +105,7 @@ def test_json_lines_of_several_files_come_in_the_order_of_their_names_with_colum
         read(path=path, columns={"input": "contex"}, **keys)
 
 
-def test_a_broken_line_keeps_its_number_and_says_what_is_wrong(
-    tmp_path: Path, assert_golden: Callable[[Path, str], None]
-) -> None:
+def test_a_broken_line_keeps_its_number(tmp_path: Path, assert_golden: Callable[[Path, str], None]) -> None:
     """The golden file has, after each `$ `, a line in latin-1, and what is wrong with it."""
     golden, path, parts = Path(__file__).parent / "golden/broken_lines.txt", tmp_path / "a.jsonl", list[str]()
     for line in re.findall(r"^\$ (.*)$", golden.read_text(), re.MULTILINE):
@@ -170,9 +168,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def test_a_saved_data_set_knows_split_expressions_and_its_content_is_that_of_its_rows(
-    saved: Path, tmp_path: Path
-) -> None:
+def test_a_saved_data_set_knows_splits_and_its_content_is_that_of_its_rows(saved: Path, tmp_path: Path) -> None:
     expected = {
         None: [f"train {n}" for n in range(20)],
         "test": [f"test {n}" for n in range(20)],
