@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,6 +44,7 @@ JOINING_ROUND_S = 0.1  # between two heartbeats until all processes have joined
 LONGEST_ROUND_S = 5.0
 ROUNDS = 6  # heartbeats that fit into the timeout, at least
 STORE_ANSWER_S = 5.0
+WAITERS_S = 2.0  # more than a watchdog's poll
 RESTART_NOTE = "  All processes end with exit code 1, so that their launcher restarts them from the last checkpoint."
 
 _MAX_BYTES = 1 << 20
@@ -65,7 +66,8 @@ class Heartbeat:
     collectives: int = 0  # that it has begun, and parts of checkpoints that it has written
     doing: str = ""
     limit_s: int = 0  # of what it does
-    waits_s: int = 0  # of process 0: the limit of the process that all others wait for
+    waits_s: int = 0  # of process 0: the limit of the processes that all others wait for
+    waits_for: list[str] = field(default_factory=lambda: [])  # of process 0: which these are; empty: nobody is behind
     left: bool = False  # in order
     error: str = ""  # that the process ended with
     verdict: str = ""  # of process 0: which process is lost, and why
@@ -147,7 +149,7 @@ class Peers:
         self._peers = {index: _Peer() for index in (range(1, self._count) if self._index == 0 else (0,))}
         self._joining_s, self._unanswered_s, self._problem, self._explanation = 0.0, 0.0, "", ""
         self._watchdog: Watchdog | None = None
-        self._waits_s = 0
+        self._waits_s, self._waits_for = 0, list[str]()
         self._joined, self._over = threading.Event(), threading.Event()
         # Daemons: a process that ends by an error doesn't wait for a store that is gone.
         self._threads = [
@@ -287,13 +289,20 @@ class Peers:
         """Give this process the time that the one furthest behind has: process 0 may be in a callback for minutes."""
         if self._watchdog and self._index == 0:
             beats = {0: self._own()} | {index: peer.beat for index, peer in self._peers.items() if peer.beat}
-            self._waits_s = max(beat.limit_s for beat in _behind(beats).values())
-            self._watchdog.note(furthest_behind(beats), self._waits_s)
+            behind = _behind(beats)
+            self._waits_s = max(beat.limit_s for beat in behind.values())
+            self._waits_for = [str(index) for index in behind if len(behind) < len(beats)]
+            self._watchdog.note(furthest_behind(beats), self._least_s(self._waits_s, self._waits_for))
         elif self._watchdog and (beat := self._peers[0].beat):
-            self._watchdog.note("", beat.waits_s)
+            self._watchdog.note("", self._least_s(beat.waits_s, beat.waits_for))
+
+    def _least_s(self, waits_s: int, waits_for: list[str]) -> float:
+        """The limit of this process: later than that of one for which it waits, so that the latter is named."""
+        return waits_s + (WAITERS_S if waits_for and str(self._index) not in waits_for else 0.0)
 
     def _own(self) -> Heartbeat:
-        beat = replace(self._self, steps=self._steps, waits_s=self._waits_s, collectives=_count_collectives())
+        waits = {"waits_s": self._waits_s, "waits_for": self._waits_for}
+        beat = replace(self._self, steps=self._steps, collectives=_count_collectives(), **waits)
         if not (own := self._watchdog):
             return beat
         steps = max(self._steps, own.steps)  # engines that compile the step don't note it
