@@ -1,7 +1,8 @@
 """`--proofs-of=COMMIT`: proofs for about three minutes, other ones for each commit.
 
 Proofs take hours together, so no commit waits for all. Their hashes and the commit's lie on one ring; those that
-follow the commit's run until the time is over, and so each proof runs again and again.
+follow the commit's run until the time is over, and so each proof runs again and again. Only `make proof` runs those
+with a time limit of their own, of ten minutes and more.
 """
 
 import hashlib
@@ -11,6 +12,14 @@ import pytest
 
 STARTS_UNTIL_S = 120
 """No proof starts later; one takes a minute at most, as a rule."""
+
+
+LONG_S = 600
+
+
+def _limit_s(item: pytest.Item) -> float:
+    mark = item.get_closest_marker("timeout")
+    return float(mark.args[0]) if mark else 0.0
 
 
 def _place(text: str) -> str:
@@ -24,6 +33,7 @@ class Rotation:
 
     @pytest.hookimpl(trylast=True)  # after `-m` has selected
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if _limit_s(item) < LONG_S]
         places = {item: _place(item.nodeid) for item in items}
         items.sort(key=lambda item: (places[item] < self._start, places[item]))
         self._chosen, self._until = len(items), time.monotonic() + STARTS_UNTIL_S

@@ -97,9 +97,10 @@ class Watchdog(Closing):
         )
         os.close(writes)
         path = folder / "logs" / f"collectives-{process}.json"
-        threading.Thread(
+        self._recorder = threading.Thread(
             target=self._write_record, args=(reads, path), name="portable_fsdp record", daemon=True
-        ).start()
+        )
+        self._recorder.start()
 
     def _write_record(self, reads: int, path: Path) -> None:
         with os.fdopen(reads, "rb") as pipe:
@@ -168,6 +169,7 @@ class Watchdog(Closing):
         if self._child:
             self._child.kill()
             self._child.wait()
+            self._recorder.join()  # its pipe has ended
         self._shared.close()
         self._undo.close()
 
