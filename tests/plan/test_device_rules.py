@@ -47,8 +47,6 @@ def test_large_tensors_are_not_padded() -> None:
     assert tiled_bytes((0, 5), 4) == 0
 
 
-# --------------------------------------------------------------------------------------------------- caching allocator
-
 MIB = 2**20
 Step = int | str | tuple[int, int]
 """Bytes to allocate, `free N` of the Nth allocation, or bytes and stream."""

@@ -17,7 +17,7 @@ RESULTS = expected_times.RESULTS
 WRITTEN: list[dict[str, Any]] = json.loads(RESULTS.read_text())
 PUBLISHED = expected_times.read_published()
 RUNS = [(run, PUBLISHED.models[run.model]) for run in PUBLISHED.runs]
-# ----------------------------------------------------------------------------------------- the compiler's counts
+STEPS: dict[str, dict[str, Any]] = json.loads(step_time.RESULTS.read_text())
 
 
 def _step_of(program: Program, parameters: int) -> Step:
@@ -58,23 +58,19 @@ def test_the_trainers_compiled_step_does_no_less() -> None:
         assert 0.2 * sent < work.sent_bytes["ici"] <= sent, program
 
 
-# ------------------------------------------------------------------------------------------- published measurements
-
-
-def test_models_have_as_many_parameters_as_their_sources_say() -> None:
-    for name, shape in PUBLISHED.models.items():
-        assert shape.counted == pytest.approx(shape.parameters, rel=0.02 if name.startswith("maxtext") else 0.001)
-
-
-def test_the_table_has_every_published_run_and_its_page() -> None:
+def test_the_tables_have_every_published_run_and_every_shape_and_their_pages() -> None:
     assert [(row["name"], row["hardware"]) for row in WRITTEN] == [(run.name, run.hardware) for run in PUBLISHED.runs]
     kinds = [parse_target(row["hardware"]).hardware.kind for row in WRITTEN]
     assert (kinds.count("cuda") >= 6, kinds.count("tpu") >= 2) == (True, True)
     assert RESULTS.with_suffix(".md").read_text() == expected_times.page(WRITTEN)
+    assert list(STEPS) == [f"{case.name} on {case.on}" for case in step_time.CASES]
+    assert step_time.RESULTS.with_suffix(".md").read_text() == step_time.page(STEPS)
 
 
 def test_plans_of_published_runs_do_no_less_than_the_textbook() -> None:
     """Two counts of the same step: by formula, and what the trainer's own step does. They share no arithmetic."""
+    for name, shape in PUBLISHED.models.items():  # parameters as their sources say
+        assert shape.counted == pytest.approx(shape.parameters, rel=0.02 if name.startswith("maxtext") else 0.001)
     for row, (run, shape) in zip(WRITTEN, RUNS, strict=True):
         assert row["parameters"] == pytest.approx(shape.counted, rel=1e-3), row["what"]
         assert 1 <= row["flops_over_textbook"] < 1.3, row["what"]
@@ -99,16 +95,6 @@ def test_each_published_run_is_planned_as_written(index: int) -> None:
         row = expected_times.plan_run(run, shape, worker, is_held_out=written["held_out"])
     assert row["expected_s"] == pytest.approx(written["expected_s"], rel=0.05)
     assert row["flops_over_textbook"] == pytest.approx(written["flops_over_textbook"], rel=1e-6)
-
-
-# ------------------------------------------------------------------------------------------------------ expected steps
-
-STEPS: dict[str, dict[str, Any]] = json.loads(step_time.RESULTS.read_text())
-
-
-def test_the_table_has_every_shape_and_its_page() -> None:
-    assert list(STEPS) == [f"{case.name} on {case.on}" for case in step_time.CASES]
-    assert step_time.RESULTS.with_suffix(".md").read_text() == step_time.page(STEPS)
 
 
 @pytest.mark.proof

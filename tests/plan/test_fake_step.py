@@ -53,9 +53,7 @@ MORE_PLANNED = {
     "grouped": step(**EXPERTS, model__experts="grouped_mm"),
     "exchanged": step(**EXCHANGED),
 }
-REAL = {
-    "two micro batches, recomputed": step(accumulation=2, memory__gradient_checkpointing="full"),
-}
+REAL = {"two micro batches, recomputed": step(accumulation=2, memory__gradient_checkpointing="full")}
 FULL: dict[str, Any] = {"memory__gradient_checkpointing": "full"}
 KEPT: dict[str, Any] = {"memory__gradient_checkpointing": "selective"}
 BFLOAT16: dict[str, Any] = {"precision__compute": "bfloat16"}
@@ -234,7 +232,7 @@ def test_the_peak_has_a_moment_a_module_and_its_largest_tensors(planned: Plans) 
     assert "exp_avg/model.embed_tokens.weight" in [buffer.name for buffer in whole.biggest]
 
 
-def test_products_are_those_of_the_model(planned: Plans) -> None:
+def test_products_are_those_of_the_model_and_collectives_those_of_the_strategy(planned: Plans) -> None:
     tokens, hidden, width = ROWS * SEQ_LEN, 512, 64
     weights = PARAMETERS - 4096 * hidden - (2 * LAYERS + 1) * hidden
     attention = 2 * ROWS * 8 * SEQ_LEN * SEQ_LEN * width / 2  # a product, of what is not masked
@@ -245,8 +243,6 @@ def test_products_are_those_of_the_model(planned: Plans) -> None:
     assert flops["recomputed"]["bfloat16"] - flops["plain"]["bfloat16"] == again
     assert flops["five"]["bfloat16"] == 5 * flops["plain"]["bfloat16"]
 
-
-def test_collectives_are_the_strategys(planned: Plans) -> None:
     def bytes_of(name: str, kind: str) -> float:
         return planned[name][1].collectives[kind].bytes / PARAMETERS
 
@@ -258,18 +254,13 @@ def test_collectives_are_the_strategys(planned: Plans) -> None:
     assert bytes_of("hybrid", "all_reduce float32") == pytest.approx(4 / 4, rel=0.01)  # of a replica's shard
     assert bytes_of("whole", "all_reduce float32") == pytest.approx(4, rel=0.01)
     assert "all_gather bfloat16" not in planned["whole"][1].collectives
-
-
-def test_links_carry_the_least_bytes(planned: Plans) -> None:
+    # Links carry the least bytes.
     sent = planned["plain"][1].sent_bytes
     full = sum(moved.bytes for moved in planned["plain"][1].collectives.values())
     assert sent["nvlink"] == pytest.approx(full * 3 / 4, rel=1e-3)
     assert sent["network"] == pytest.approx(full / 2 / PER_HOST, rel=1e-3)  # half of all, divided over a host's devices
     hybrid = planned["hybrid"][1]
     assert hybrid.sent_bytes["network"] == pytest.approx(hybrid.collectives["all_reduce float32"].sent_bytes, rel=1e-3)
-
-
-# ------------------------------------------------------------------------------------------------ a guest in a process
 
 
 def _twice(config: Config) -> tuple[bool, bool]:
@@ -320,8 +311,6 @@ def test_the_state_of_each_optimizer_is_planned(worker: Worker) -> None:
         assert memory.parts["optimizer"] * DEVICES / PARAMETERS == pytest.approx(bytes_each, rel=5e-3), name
 
 
-# --------------------------------------------------------------------------------------- TPUs, a lower bound of memory
-
 FLAT: dict[str, Any] = {"devices": DEVICES, "model": {**LLAMA, "num_hidden_layers": 2}}
 
 
@@ -333,6 +322,8 @@ def test_a_tpu_holds_at_least_what_a_gpus_operations_hold(worker: Worker) -> Non
         assert gpu.parts[part] <= tpu.parts[part] <= 1.01 * gpu.parts[part], part  # tiles
     assert not tpu.parts.keys() & {"allocator", "communication buffers"}
     assert (tpu.verdict, gpu.verdict) == ("unknown", "fits")
+    assert DeviceMemory(parts={"weights": 2}, limit_bytes=1, is_least=True).verdict == "does not fit"
+    assert DeviceMemory(parts={"weights": 1}, limit_bytes=2, is_least=True).verdict == "unknown"
     assert tpu_work.matmul_flops == gpu_work.matmul_flops
     assert tpu_work.collectives == gpu_work.collectives
 
@@ -350,11 +341,6 @@ def test_attention_holds_no_scores_and_the_optimizer_one_weight_at_a_time(worker
     largest = 4 * 4096 * 512  # the embedding in float32
     # The gradient without what isn't finite, both new moments, and three values that the update computes.
     assert memory[2].parts["temporaries"] == pytest.approx(6 * largest, rel=0.1)
-
-
-def test_a_lower_bound_over_the_limit_does_not_fit() -> None:
-    assert DeviceMemory(parts={"weights": 2}, limit_bytes=1, is_least=True).verdict == "does not fit"
-    assert DeviceMemory(parts={"weights": 1}, limit_bytes=2, is_least=True).verdict == "unknown"
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,7 @@ from portable_fsdp.runtime.errors import BackendError, ConfigError
 LIMIT = 100
 
 
-def config(
-    memory: dict[str, Any] | None = None,
-    sharding: dict[str, Any] | None = None,
-    compiles: bool | str = False,
-    **train: Any,
-) -> Config:
+def config(memory: Any = None, sharding: Any = None, compiles: bool | str = False, **train: Any) -> Config:
     return Config.model_validate(
         {
             "compile": {"enabled": compiles},
@@ -71,9 +66,7 @@ def test_larger_micro_batches_are_left_out_where_a_smaller_one_has_no_room() -> 
 
 
 def test_measures_are_laid_one_over_the_other_and_the_nearest_that_fits_costs_least() -> None:
-    results = list(
-        nearest_that_fits(config(), lambda settings: plan(4 * plan_of(settings).memory.peak_bytes), offload=False)
-    )
+    results = list(nearest_that_fits(config(), lambda s: plan(4 * plan_of(s).memory.peak_bytes), offload=False))
     assert [tried.fits for tried in results] == [False, False, True]
     assert results[-1].settings == {"memory.gradient_checkpointing": "full", "train.micro_batch": "2"}
     (tried,) = nearest_that_fits(config(), plan_of, offload=False)  # 8 rows of 30 are too many, of 10 they fit
@@ -163,25 +156,22 @@ def test_auto_takes_the_fastest_of_all_that_fit(rows: int | str, of_compiler: bo
         assert best.settings.get("compile.enabled") == ("true" if of_compiler else None)
 
 
-@pytest.mark.parametrize(
-    ("programs", "steps", "on", "words"),
-    [
-        (2, 1000, "true", "2 program(s) take about 120 s, 1000 steps save 500 s by plan"),
-        (2, 200, "false", "2 program(s) take about 120 s, 200 steps save 100 s by plan"),
-        ("graph break in layer 3", 1000, "false", "compile.enabled=false: graph break in layer 3"),
-    ],
-)
-def test_layers_are_compiled_where_that_saves_time(programs: int | str, steps: int, on: str, words: str) -> None:
+def test_layers_are_compiled_where_that_saves_time() -> None:
     assert COMPILE_S == 60
 
     def planned(settings: Settings) -> Plan:
         return plan(1, seconds=1.0 if settings.get("compile.enabled") == "true" else 1.5)
 
-    noted: list[str] = []
-    given = config(compiles="auto", steps=steps)
-    best = fastest_that_fits(given, H100S, planned, lambda *_: programs, noted.append)
-    assert best.settings["compile.enabled"] == on
-    assert any(words in line for line in noted)
+    for programs, steps, on, words in (
+        (2, 1000, "true", "2 program(s) take about 120 s, 1000 steps save 500 s by plan"),
+        (2, 200, "false", "2 program(s) take about 120 s, 200 steps save 100 s by plan"),
+        ("graph break in layer 3", 1000, "false", "compile.enabled=false: graph break in layer 3"),
+    ):
+        noted: list[str] = []
+        given = config(compiles="auto", steps=steps)
+        best = fastest_that_fits(given, H100S, planned, lambda *_, programs=programs: programs, noted.append)
+        assert best.settings["compile.enabled"] == on, words
+        assert any(words in line for line in noted), (words, noted)
 
 
 @pytest.mark.parametrize(("eager_s", "room", "on"), [(1.2, True, "true"), (0.9, False, "true"), (0.9, True, "false")])
@@ -231,16 +221,13 @@ def test_no_measure_is_refused(engine: str, device: str, memory: dict[str, Any],
         require_supported(load_config(tmp_path / "run.yaml", words), Deployment(engine, device, 8, 1))
 
 
-def test_a_row_for_each_plan() -> None:
+def test_a_row_for_each_plan_and_one_without_a_time_or_a_limit() -> None:
     plans = {"8": plan(2**30), "1": plan(5, seconds=1.0)}
     tried = [Tried(settings={"train.micro_batch": rows}, plan=each) for rows, each in plans.items()]
     assert [line.split() for line in sweep_text(tried, ["train.micro_batch"]).splitlines()[1:]] == [
         ["8", "1.00", "does", "not", "fit", "unknown"],
         ["1", "0.00", "fits", "100"],
     ]
-
-
-def test_a_plan_without_a_time_or_a_limit() -> None:
     unknown = text(plan(5, limit=None))
     assert "time of a step: unknown, since nobody measured it" in unknown
     assert "0.00 GiB: unknown" in unknown

@@ -21,8 +21,6 @@ from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.auto import UNKNOWN_HARDWARE
 
 HARDWARE = known_hardware()
-
-
 TARGETS = {  # topology, chips, devices, hosts
     **dict.fromkeys(("v5p:2x2x4", "V5P:2X2X4", "v5p-32"), ("v5p:2x2x4", 16, 16, 4)),  # v5p's types count cores
     "v5p-8": ("v5p:2x2x1", 4, 4, 1),  # 4 chips, not 8
@@ -53,6 +51,14 @@ TARGETS = {  # topology, chips, devices, hosts
 }
 
 
+WORDS = {
+    "cpu:2": "2 processes on the CPU",
+    "v2-32": "16 chips, 32 devices of TPU v2 on 4 hosts",
+    "2*v5e:4x4": "32 chips of TPU v5 lite in 2 slices on 8 hosts",
+    "h100:8": "8 x NVIDIA H100 80GB HBM3 on 1 host",
+}
+
+
 def test_targets() -> None:
     for text, expected in TARGETS.items():
         target = parse_target(text)
@@ -60,16 +66,7 @@ def test_targets() -> None:
         assert target.text == text
         assert target.devices_per_host * target.hosts == target.devices
         assert math.prod(units for _, units in target.levels) == target.devices
-
-
-def test_targets_in_words() -> None:
-    words = {
-        "cpu:2": "2 processes on the CPU",
-        "v2-32": "16 chips, 32 devices of TPU v2 on 4 hosts",
-        "2*v5e:4x4": "32 chips of TPU v5 lite in 2 slices on 8 hosts",
-        "h100:8": "8 x NVIDIA H100 80GB HBM3 on 1 host",
-    }
-    assert {name: parse_target(name).in_words for name in words} == words
+    assert {name: parse_target(name).in_words for name in WORDS} == WORDS
 
 
 @pytest.mark.parametrize(
@@ -95,6 +92,7 @@ def test_targets_in_words() -> None:
         (["2*h100:8"], "found 'h100'"),
         (["0*v6e-4"], "found 'v6e'"),
         (["rtx4090", "NVIDIA GeForce RTX 4090:1"], "known: v2, v3, v4,"),
+        (["NVIDIA GeForce RTX 4090:1"], UNKNOWN_HARDWARE),  # a run recognises it
         ([""], "found ''"),
         (["h100:8:8"], "found 'h100:8:8'"),
     ],
@@ -108,35 +106,31 @@ def test_what_is_not_sold_is_refused_with_the_nearest(texts: list[str], message:
 
 
 @pytest.mark.parametrize("hardware", HARDWARE, ids=lambda hardware: hardware.name)
-def test_every_figure_has_a_source_and_figures_fit_together(hardware: Hardware) -> None:
-    chip_link = hardware.chip.link if hardware.chip else None
-    for figure in (hardware.program, hardware.memory_bandwidth, chip_link):
+def test_every_figure_has_a_source_and_every_shape_and_type_is_understood(hardware: Hardware) -> None:
+    chip = hardware.chip
+    for figure in (
+        hardware.program,
+        hardware.memory_bandwidth,
+        *([chip.link] if chip else []),
+        *hardware.links.values(),
+    ):
         assert figure is None or (figure.value > 0 and len(figure.source) >= 20)
     bandwidth = hardware.memory_bandwidth.value if hardware.memory_bandwidth else math.inf
-    for link in hardware.links.values():
-        assert 0 < link.value < bandwidth / 4
-        assert len(link.source) >= 20
-    if hardware.chip and chip_link:
-        assert chip_link.value * 2 * hardware.chip.axes < bandwidth * 2
+    assert all(link.value < bandwidth / 4 for link in hardware.links.values())
     # models.weights has no peak for v2; a V100 has no bfloat16.
     dtype = "float32" if hardware.name.startswith("v100") else "bfloat16"
     assert (peak_flops(hardware.device_name, dtype) is None) == (hardware.name in ("v2", "cpu"))
-
-
-def test_every_name_shape_and_type_is_understood() -> None:
-    assert len({hardware.name for hardware in HARDWARE}) == len(HARDWARE) == 17
-    for hardware in HARDWARE:
-        chip = hardware.chip
-        if chip is None:
-            assert parse_target(f"{hardware.name}:2").hardware is hardware
-            continue
-        shapes = list(shapes_of(chip))
-        assert len(set(shapes)) == len(shapes)
-        assert max(math.prod(shape) for shape in shapes) == chip.most
-        for shape in [*shapes[:12], *shapes[12::25], shapes[-1]]:
-            by_shape = parse_target(f"{hardware.name}:{'x'.join(map(str, shape))}")
-            by_type = parse_target(accelerator_type(chip, shape))
-            assert (by_shape.shape, by_shape.chips, by_type.chips) == (shape, math.prod(shape), math.prod(shape))
+    if chip is None:
+        assert parse_target(f"{hardware.name}:2").hardware is hardware
+        return
+    assert chip.link is None or chip.link.value * 2 * chip.axes < bandwidth * 2
+    shapes = list(shapes_of(chip))
+    assert len(set(shapes)) == len(shapes)
+    assert max(math.prod(shape) for shape in shapes) == chip.most
+    for shape in [*shapes[:12], *shapes[12::25], shapes[-1]]:
+        by_shape = parse_target(f"{hardware.name}:{'x'.join(map(str, shape))}")
+        by_type = parse_target(accelerator_type(chip, shape))
+        assert (by_shape.shape, by_shape.chips, by_type.chips) == (shape, math.prod(shape), math.prod(shape))
 
 
 # AI-Hypercomputer/xpk, core/system_characteristics.py: one shape for each size.
@@ -146,8 +140,6 @@ XPK = {
     **{"v5p-3072": (8, 12, 16), "v5p-4096": (8, 16, 16), "v5p-8192": (16, 16, 16), "v4-1536": (8, 8, 12)},
     **{"v4-4096": (8, 16, 16), "tpu7x-512": (4, 8, 8)},
 }
-
-
 LINKS = {
     **{"v5p:4x4x4": 6, "v5p:8x8x16": 6},  # rings on all axes
     "v5p:2x2x1": 2,  # a square of 4 chips has 4 links, each of which two chips share
@@ -165,7 +157,8 @@ GIGABYTES_PER_S = {
 }
 
 
-def test_a_type_is_the_shape_most_like_a_cube_and_links_have_their_bandwidths() -> None:
+def test_names_differ_a_type_is_the_shape_most_like_a_cube_and_links_have_their_bandwidths() -> None:
+    assert len({hardware.name for hardware in HARDWARE}) == len(HARDWARE) == 17
     assert {name: parse_target(name).shape for name in XPK} == XPK
     for text, links in LINKS.items():
         target = parse_target(text)
@@ -196,8 +189,3 @@ def test_libtpu_sees_as_many_devices() -> None:
     names.append("2*v5e:4x4")
     with Worker(250) as worker:
         assert worker(_devices, names) == {name: parse_target(name).devices for name in names}
-
-
-def test_a_run_recognises_the_refusal_of_unknown_hardware() -> None:
-    with pytest.raises(ConfigError, match=UNKNOWN_HARDWARE):
-        parse_target("NVIDIA GeForce RTX 4090:1")

@@ -10,50 +10,35 @@ from portable_fsdp.plan.hlo import operations_of as tpu_operations
 from portable_fsdp.plan.memory_trace import Block, Collective, CollectiveRun, KernelPart, KernelRun, fused
 from portable_fsdp.plan.result import Expected
 from portable_fsdp.plan.target import parse_target
-from portable_fsdp.plan.time import (
-    GPU_KERNEL_S,
-    Compute,
-    Rates,
-    compare,
-    expected_time,
-    over_links,
-    rates_of,
-)
+from portable_fsdp.plan.time import GPU_KERNEL_S, Compute, Rates, compare, expected_time, over_links, rates_of
 from portable_fsdp.runtime.errors import UsageError
 
-
-@pytest.mark.parametrize(
-    ("text", "members", "stride", "exchanges", "sent"),
-    [
-        ("h100:8", None, 1, False, {"nvlink": 7 / 8}),
-        ("h100:64", None, 1, False, {"nvlink": 7 / 8, "network": 7 / 8 / 8}),  # a part crosses the network once a host
-        ("h100:64", 16, 1, False, {"nvlink": 7 / 8, "network": 1 / 2 / 8}),
-        ("h100:64", 4, 1, False, {"nvlink": 3 / 4}),
-        ("h100:64", 8, 8, False, {"network": 7 / 8}),  # the same device of each host
-        ("h100:64", 16, 4, False, {"nvlink": 1 / 2, "network": 7 / 8 / 2}),
-        ("h100:6", None, 1, False, {"nvlink": 5 / 6}),
-        ("h100", None, 1, False, {}),
-        ("v6e-16", None, 1, False, {"ici": 15 / 16}),
-        ("tpu7x:2x2x2", None, 1, False, {"ici": 7 / 8 / 2}),  # a chip's two devices share what reaches it
-        ("2*v6e-16", None, 1, False, {"ici": 15 / 16, "network": 1 / 2 / 16}),
-        ("2*v6e-16", 2, 16, False, {"network": 1 / 2}),
-        ("cpu:2", None, 1, False, {}),
-        # An all-to-all sends a piece to each device.
-        ("h100:8", None, 1, True, {"nvlink": 7 / 8}),
-        ("h100:64", 4, 2, True, {"nvlink": 3 / 4}),
-        ("h100:64", 16, 1, True, {"nvlink": 7 / 16, "network": 8 / 16}),  # eight of sixteen pieces leave the host
-        ("h100:64", 8, 8, True, {"network": 7 / 8}),  # one device of each host
-        ("h100:64", 32, 2, True, {"nvlink": 3 / 32, "network": 28 / 32}),  # four of each host
-    ],
-)
-def test_traffic_is_divided_over_links(
-    text: str, members: int | None, stride: int, exchanges: bool, sent: dict[str, float]
-) -> None:
-    links = over_links(parse_target(text).levels, 1.0, members=members, stride=stride, exchanges=exchanges)
-    assert links == pytest.approx(sent)
+TRAFFIC: dict[tuple[str, int | None, int, bool], dict[str, float]] = {  # target, members, stride, is all-to-all
+    ("h100:8", None, 1, False): {"nvlink": 7 / 8},
+    ("h100:64", None, 1, False): {"nvlink": 7 / 8, "network": 7 / 8 / 8},  # a part crosses the network once a host
+    ("h100:64", 16, 1, False): {"nvlink": 7 / 8, "network": 1 / 2 / 8},
+    ("h100:64", 4, 1, False): {"nvlink": 3 / 4},
+    ("h100:64", 8, 8, False): {"network": 7 / 8},  # the same device of each host
+    ("h100:64", 16, 4, False): {"nvlink": 1 / 2, "network": 7 / 8 / 2},
+    ("h100:6", None, 1, False): {"nvlink": 5 / 6},
+    ("v6e-16", None, 1, False): {"ici": 15 / 16},
+    ("tpu7x:2x2x2", None, 1, False): {"ici": 7 / 8 / 2},  # a chip's two devices share what reaches it
+    ("2*v6e-16", None, 1, False): {"ici": 15 / 16, "network": 1 / 2 / 16},
+    ("2*v6e-16", 2, 16, False): {"network": 1 / 2},
+    **{("h100", None, 1, False): {}, ("cpu:2", None, 1, False): {}},
+    # An all-to-all sends a piece to each device.
+    ("h100:8", None, 1, True): {"nvlink": 7 / 8},
+    ("h100:64", 4, 2, True): {"nvlink": 3 / 4},
+    ("h100:64", 16, 1, True): {"nvlink": 7 / 16, "network": 8 / 16},  # eight of sixteen pieces leave the host
+    ("h100:64", 8, 8, True): {"network": 7 / 8},  # one device of each host
+    ("h100:64", 32, 2, True): {"nvlink": 3 / 32, "network": 28 / 32},  # four of each host
+}
 
 
-# ------------------------------------------------------------------------------------------------------- comparison
+def test_traffic_is_divided_over_links() -> None:
+    for (text, members, stride, exchanges), sent in TRAFFIC.items():
+        links = over_links(parse_target(text).levels, 1.0, members=members, stride=stride, exchanges=exchanges)
+        assert links == pytest.approx(sent), (text, members, stride, exchanges)
 
 
 def test_a_run_is_compared_by_its_median_without_the_first_steps() -> None:
@@ -73,8 +58,6 @@ def test_what_cannot_be_compared_is_refused() -> None:
         with pytest.raises(UsageError, match=message):
             compare(rows, 131_072)
 
-
-# --------------------------------------------------------------------------------------------- expected times of GPUs
 
 RATES = Rates({"bfloat16": 2e9}, 0.5, attention=0.25, memory=1e6, links={"nvlink": 1e3, "ici": 1e3, "network": 1e2})
 """1e9 FLOP/s of products, 1e6 bytes/s of memory."""
@@ -119,15 +102,11 @@ def test_gradients_are_reduced_beside_backward_and_a_program_ends_after_them() -
     last = run_gpu(kernel(1e9), CollectiveRun(REDUCE, None), kernel(1e9))
     assert last.parts == {"products": 2.0, "exposed communication": 1.0}
     weights = block()
-    both = run_gpu(
-        kernel(1e9), CollectiveRun(REDUCE, None), CollectiveRun(GATHER, weights), kernel(1e9, reads=[(weights, 0)])
-    )
+    gather = CollectiveRun(GATHER, weights)
+    both = run_gpu(kernel(1e9), CollectiveRun(REDUCE, None), gather, kernel(1e9, reads=[(weights, 0)]))
     assert both.seconds == 7.0  # one link: 1 to 3, then 3 to 6
-
-
-def test_compute_waits_for_its_own_collectives_which_wait_for_no_gather() -> None:
-    weights = block()
-    gather, summed = CollectiveRun(GATHER, weights), CollectiveRun(REDUCE, None, is_waited_for=True)
+    # Compute waits for its own collectives, which wait for no gather.
+    summed = CollectiveRun(REDUCE, None, is_waited_for=True)
     expected = run_gpu(kernel(1e9), gather, summed, kernel(4e9), kernel(1e9, reads=[(weights, 0)]))
     assert expected.parts == {"products": 6.0, "exposed communication": 2.0}  # 1 to 3; the gather: 0 to 3
 
@@ -150,9 +129,6 @@ def test_a_compiler_fuses_what_stands_between_products() -> None:
     assert run_gpu(*chain, is_compiled=True).seconds < run_gpu(*chain).seconds
 
 
-# --------------------------------------------------------------------------------------------- expected times of TPUs
-
-
 PRODUCT = """
 %product (p0: f32[500,1000], p1: f32[1000,1000]) -> f32[500,1000] {
   %p0 = f32[500,1000]{1,0} parameter(0)
@@ -161,25 +137,12 @@ PRODUCT = """
 }
 """
 """1e9 FLOPs: a second; its 8 MB are in on-chip memory where the caller says so."""
-
-
-def walk(*lines: str, computations: str = PRODUCT) -> tuple[float, dict[str, float], dict[str, float]]:
-    body = "\n".join(f"  {line}" for line in lines)
-    text = f"HloModule step\n{computations}\nENTRY %main (a: f32[500,1000]) -> f32[] {{\n{body}\n}}\n"
-    expected = expected_time(tpu_operations(text, 4), RATES)
-    assert sum(expected.parts.values()) == pytest.approx(expected.seconds)
-    return expected.seconds, expected.parts, expected.synchronous_bytes
-
-
 A = "%a = f32[500,1000]{1,0:S(1)} parameter(0)"
 B = "%b = f32[1000,1000]{1,0:S(1)} parameter(1)"
 RUN = "%run = f32[500,1000]{1,0:S(1)} fusion(%a, %b), kind=kOutput, calls=%product"
 IN_MAIN_MEMORY = [line.replace("S(1)", "T(8,128)") for line in (A, B, RUN)]
-TEXT_OF_GATHER = (
-    "%gather = f32[1000]{0} all-gather(%piece), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}"  # 3,000 B
-)
-
-
+# 3,000 bytes.
+TEXT_OF_GATHER = "%gather = f32[1000]{0} all-gather(%piece), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}"
 STARTED = """
 %begin (p: f32[250]) -> f32[1000] {
   %p = f32[250]{0} parameter(0)
@@ -241,6 +204,8 @@ WALKS: dict[str, tuple[list[str], float, float, float, float]] = {  # lines, sec
     "or their bytes of main memory": (IN_MAIN_MEMORY, 8.0, 0.0, 0.0, 0),
     "a synchronous collective stops compute": ([A, B, TEXT_OF_GATHER, RUN], 1.0, 0.0, 3.0, 3000),
     "start and done of the plain form": ([A, B, START, RUN, DONE], 1.0, 0.0, 2.0, 0),
+    # An asynchronous one is waited for only where its end comes too early.
+    **{f"{n} products beside it": ([A, B, BEGIN, *[RUN] * n, END], n, 0.0, max(3.0 - n, 0.0), 0) for n in (1, 2, 3, 4)},
     "what follows on one link waits for it": ([A, B, BEGIN, MORE, RUN], 1.0, 0.0, 5.0, 0),  # two gathers of 3 s
     "a loop counts as often as it turns": ([TURNING], 7.0, 0.0, 21.0, 21000),
     "of a table only the rows that are taken": ([TABLE, ROW, TAKE], 0.0, 0.008, 0.0, 0),
@@ -252,17 +217,14 @@ WALKS: dict[str, tuple[list[str], float, float, float, float]] = {  # lines, sec
 @pytest.mark.parametrize("what", WALKS)
 def test_the_time_of_a_tpus_schedule(what: str) -> None:
     lines, products, copies, exposed, synchronous = WALKS[what]
-    _, parts, sent = walk(*lines, computations=PRODUCT + STARTED + AGAIN + LOOP + FUSIONS)
+    body = "\n".join(f"  {line}" for line in lines)
+    computations = PRODUCT + STARTED + AGAIN + LOOP + FUSIONS
+    text = f"HloModule step\n{computations}\nENTRY %main (a: f32[500,1000]) -> f32[] {{\n{body}\n}}\n"
+    time = expected_time(tpu_operations(text, 4), RATES)
+    assert sum(time.parts.values()) == pytest.approx(time.seconds)
     expected = {"products": products, "copies": copies, "exposed communication": exposed}
-    assert parts == pytest.approx({part: seconds for part, seconds in expected.items() if seconds}, rel=0.02)
-    assert sent == ({"all_gather": synchronous} if synchronous else {})
-
-
-@pytest.mark.parametrize("runs", [1, 2, 3, 4])
-def test_an_asynchronous_one_is_waited_for_only_where_its_end_comes_too_early(runs: int) -> None:
-    seconds, parts, sent = walk(A, B, BEGIN, *[RUN] * runs, END, computations=PRODUCT + STARTED)
-    assert (seconds, parts["products"], sent) == (max(3.0, runs), runs, {})
-    assert parts.get("exposed communication", 0.0) == max(0.0, 3.0 - runs)
+    assert time.parts == pytest.approx({part: seconds for part, seconds in expected.items() if seconds}, rel=0.02)
+    assert time.synchronous_bytes == ({"all_gather": synchronous} if synchronous else {})
 
 
 def test_shares_are_known_of_hardware_that_runs_were_published_for() -> None:

@@ -31,9 +31,6 @@ def step() -> TracedProgram:
     return traced(SMALL)["train_step"]
 
 
-# ---------------------------------------------------------------------------------------------------------- tracing
-
-
 def test_all_state_is_an_argument_that_is_updated_in_place_with_the_engines_shardings(step: TracedProgram) -> None:
     state = [argument for argument in step.arguments if argument.output is not None]
     moments = [a for a in state if part_of(a.name) == "optimizer"]
@@ -117,9 +114,6 @@ def test_the_compiler_takes_the_step_to_the_end_attention_kernel_included(step: 
     compile_for(step, SMALL.slice, generate_code=True)
 
 
-# ------------------------------------------------------------------------------------------------------------ options
-
-
 def _as_a_run(own: str) -> dict[str, str]:
     """For a child: LIBTPU_INIT_ARGS of a run on a host of each generation."""
     os.environ.update(PJRT_DEVICE="CPU", TPU_SKIP_MDS_QUERY="1")
@@ -159,9 +153,6 @@ def test_the_users_own_options_reach_the_compiler(step: TracedProgram, monkeypat
         compile_for(step, "v6e:2x4")
 
 
-# ---------------------------------------------------------------------------------------------------------- refusals
-
-
 @pytest.mark.parametrize(
     ("slice_", "limit_s", "message"),
     [
@@ -198,9 +189,6 @@ def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch, miss
     monkeypatch.setattr(tpu_compiler, "trace_apart", lambda *_args, **_kwargs: pytest.fail("it was found too late"))
     with pytest.raises(BackendError, match=rf"not installed: {missing}.\n.*pip install '.\[plan\]'"):
         plan_compiled(SMALL.config, SLICE)
-
-
-# ------------------------------------------------------------------------------------------------------------- cache
 
 
 @pytest.mark.proof

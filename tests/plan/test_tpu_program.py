@@ -133,26 +133,20 @@ def test_the_peak_of_main_memory_and_its_biggest_buffers_have_names_and_origins(
     assert ("add bf16[2048]", "portable_fsdp/models/loss.py:29") in [(b.name, b.where) for b in compiled.biggest]
 
 
-def test_state_that_is_not_donated_is_noted(compiled: Compiled) -> None:
+def test_state_that_is_not_donated_and_waits_for_the_host_are_noted(compiled: Compiled) -> None:
     assert (compiled.undonated, compiled.host_transfers, notes_of({"train_step": compiled})) == ((), (), [])
     kept = read_compiled(PROGRAM, TEXT.replace(", {2}: (1, {}, may-alias)", ""), BUFFERS)
     assert kept.undonated == ("exp_avg/model.norm.weight",)
     assert "not updated in place" in notes_of({"train_step": kept})[0]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
+    for line in (  # the host waits
         "  %in = (f32[], token[]) infeed(%t)",
         "  %out = token[] outfeed(%x, %t)",
         "  %s = (f32[4]{0}, u32[], token[]) send(%x, %t), channel_id=1, is_host_transfer=true",
         '  %c = f32[] custom-call(%x), custom_call_target="xla_python_cpu_callback"',
-    ],
-)
-def test_waits_for_the_host_are_noted(line: str) -> None:
-    waits = read_compiled(PROGRAM, TEXT.replace("  %big", f"{line}\n  %big"), BUFFERS)
-    assert len(waits.host_transfers) == 1
-    assert "wait for the host" in notes_of({"train_step": waits})[0]
+    ):
+        waits = read_compiled(PROGRAM, TEXT.replace("  %big", f"{line}\n  %big"), BUFFERS)
+        assert len(waits.host_transfers) == 1, line
+        assert "wait for the host" in notes_of({"train_step": waits})[0], line
 
 
 def test_work_counts_kernels_and_both_links(compiled: Compiled) -> None:
@@ -192,8 +186,6 @@ def test_with_accumulation_the_fuller_program_counts_beside_all_that_rests(compi
     assert work.matmul_flops == {"bfloat16": 50, "float32": 35}
     assert work.collectives["all_gather bfloat16"].sent_bytes == 40
 
-
-# ----------------------------------------------------------------------------------------- the cache of compiled plans
 
 ENTRY = {"program": "ENTRY é" * 1000, "buffers": "allocation 0: size 4"}
 

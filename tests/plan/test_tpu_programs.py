@@ -19,8 +19,6 @@ pytestmark = [pytest.mark.proof, pytest.mark.xla, pytest.mark.timeout(1800)]
 FULL, FULL_RECOMPUTED, GRAD_OP, NONE, HYBRID = cases.STRATEGIES
 STATE = 12  # bytes of a parameter and AdamW's two moments
 GIBIBYTE = 2**30
-
-
 ONE_SLICE = [program for program in cases.SLICES if program.slices == 1]
 TWO_SLICES, TWO_REPLICAS = (program for program in cases.SLICES if program.slices == 2)
 
@@ -176,7 +174,6 @@ def test_scanned_layers_compile_once_and_do_the_same_work() -> None:
     loop, unrolled = of(cases.SCAN[1]), of(cases.FLASH[1])
     assert sum(loop.matmul_flops.values()) == pytest.approx(sum(unrolled.matmul_flops.values()), rel=1e-3)
     assert loop.temporary_bytes <= 0.36 * of(cases.FLASH[0]).temporary_bytes
-
     assert [of(program).rematerialised for program in (*cases.FLASH, *cases.SCAN)] == [0, 0, 0, 0]
 
 
