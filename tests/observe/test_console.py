@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,25 +39,24 @@ CONFIG = TINY | {
 }
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, "memory: 1.50GiB(10%)  tps: 3,100  tflops: 7.75  mfu: 7.8%"),
-        ({"memory_limit": None, "mfu": None}, "memory: 1.50GiB  tps: 3,100  tflops: 7.75"),
-        ({"memory_bytes": None, "mfu": None, "device_flops": None}, "tps: 3,100"),
-        ({"memory_bytes": None, "mfu": 4e-4, "device_flops": 4e9}, "tps: 3,100"),  # they would show as 0
-    ],
-)
-def test_a_line_leaves_out_what_is_unknown(
-    changes: dict[str, Any], expected: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    step, console = replace(STEP, **changes), Console()
-    with caplog.at_level("INFO"):
-        console.on_step(replace(step, seconds_left=None))
-        console.on_step(replace(step, step=11, is_logged=False))
-        console.on_step(replace(step, step=12))
-    line = "  loss: 2.3125  grad_norm: 0.9000  " + expected
-    assert caplog.messages == [f"step: 10/20{line}", f"step: 12/20{line}  eta: 8.0 s"]
+LINES: list[tuple[dict[str, Any], str]] = [
+    ({}, "memory: 1.50GiB(10%)  tps: 3,100  tflops: 7.75  mfu: 7.8%"),
+    ({"memory_limit": None, "mfu": None}, "memory: 1.50GiB  tps: 3,100  tflops: 7.75"),
+    ({"memory_bytes": None, "mfu": None, "device_flops": None}, "tps: 3,100"),
+    ({"memory_bytes": None, "mfu": 4e-4, "device_flops": 4e9}, "tps: 3,100"),  # they would show as 0
+]
+
+
+def test_a_line_leaves_out_what_is_unknown(caplog: pytest.LogCaptureFixture) -> None:
+    for changes, expected in LINES:
+        step, console = replace(STEP, **changes), Console()
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            console.on_step(replace(step, seconds_left=None))
+            console.on_step(replace(step, step=11, is_logged=False))
+            console.on_step(replace(step, step=12))
+        line = "  loss: 2.3125  grad_norm: 0.9000  " + expected
+        assert caplog.messages == [f"step: 10/20{line}", f"step: 12/20{line}  eta: 8.0 s"]
 
 
 def test_the_time_left_counts_evaluations_and_saves_and_leaves_out_the_first_step() -> None:
@@ -142,11 +142,8 @@ def test_a_line_that_a_narrower_terminal_wrapped_is_erased() -> None:
 
 def _read_all(descriptor: int) -> str:
     """Until the other end is closed, which a pseudo-terminal tells as an error."""
-    chunks: list[bytes] = []
-    try:
-        while chunk := os.read(descriptor, 65536):
+    chunks = list[bytes]()
+    with suppress(OSError), open(descriptor, "rb", buffering=0) as file:
+        for chunk in iter(lambda: file.read(65536), b""):
             chunks.append(chunk)
-    except OSError:
-        pass
-    os.close(descriptor)
     return b"".join(chunks).decode()

@@ -17,22 +17,17 @@ def steps(path: Path) -> list[int]:
     return [row["step"] for row in read_jsonl(path)]
 
 
-def test_one_row_a_line_readable_at_once(path: Path) -> None:
+def test_one_row_a_line_readable_at_once_whose_nan_and_infinities_are_null(path: Path) -> None:
     metrics = MetricsFile(path)
     metrics.write({"step": 1, "loss": 2.5})
     assert path.read_text() == '{"step": 1, "loss": 2.5}\n'
     metrics.write({"step": 2, "loss": 0.1 + 0.2})
     assert read_jsonl(path) == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 0.1 + 0.2}], "bit for bit"
-
-
-def test_nan_and_infinities_become_null(path: Path) -> None:
-    values = [float("inf"), -float("inf"), 1.0]
-    MetricsFile(path).write({"loss": float("nan"), "grad_norm": values, "inner": {"x": float("nan")}})
-    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
-        "loss": None,
-        "grad_norm": [None, None, 1.0],
-        "inner": {"x": None},
-    }
+    path.unlink()
+    nan, infinity = float("nan"), float("inf")
+    MetricsFile(path).write({"loss": nan, "grad_norm": [infinity, -infinity, 1.0], "inner": {"x": nan}})
+    strict = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert strict == {"loss": None, "grad_norm": [None, None, 1.0], "inner": {"x": None}}
 
 
 def test_resume_replaces_the_steps_it_repeats(path: Path) -> None:
@@ -84,8 +79,7 @@ def test_a_broken_line_elsewhere_is_an_error(path: Path, broken: str, problem: s
     assert path.read_text().endswith('{"step": 3}\n')
 
 
-def test_events_carry_their_time(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
+def test_events_carry_their_time_and_no_password(tmp_path: Path, path: Path) -> None:
     path.write_text('{"time": "x", "event": "sta')  # a run that was killed while writing
     EventsFile(path).write("save", step=5, path=tmp_path, name=None)
     (event,) = read_jsonl(path)
@@ -93,11 +87,14 @@ def test_events_carry_their_time(tmp_path: Path) -> None:
     assert time.utcoffset() == timedelta(0)
     assert abs(datetime.now(UTC) - time) < timedelta(minutes=1)
     assert event == {"event": "save", "step": 5, "path": str(tmp_path), "name": None}
+    EventsFile(path).write("save", path="s3://user:secret@bucket/run?token=abc&part=1", reason="http://one two@three")
+    event = read_jsonl(path)[-1]
+    assert event["path"] == "s3://(hidden)@bucket/run?token=(hidden)&part=1"
+    assert event["reason"] == "http://one two@three"
 
 
-HISTORIES: dict[
-    tuple[tuple[str, int | None], ...], int | None
-] = {  # events as (kind, step) -> the last save that counts
+Events = tuple[tuple[str, int | None], ...]
+HISTORIES: dict[Events, int | None] = {  # events as (kind, step) -> the last save that counts
     (): None,
     (("start", 0), ("save", 2), ("save", 4)): 4,
     (("start", 0), ("save", 2), ("start", 0)): None,  # it began anew
@@ -108,9 +105,7 @@ HISTORIES: dict[
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-def test_the_last_save_is_that_of_the_history_that_the_run_continues(
-    path: Path, history: tuple[tuple[str, int | None], ...]
-) -> None:
+def test_the_last_save_is_that_of_the_history_that_the_run_continues(path: Path, history: Events) -> None:
     events = EventsFile(path)
     for kind, step in history:
         events.write(kind, step=step, path=Path(f"/saves/{step}"))
@@ -136,10 +131,3 @@ def test_a_folder_is_no_file_and_of_a_huge_file_the_end_is_read(path: Path) -> N
     assert save.step == 7
     EventsFile(path).write("finish", step=8)
     assert path.stat().st_size > 1 << 40
-
-
-def test_an_event_holds_no_password(path: Path) -> None:
-    EventsFile(path).write("save", path="s3://user:secret@bucket/run?token=abc&part=1", reason="http://one two@three")
-    [event] = read_jsonl(path)
-    assert event["path"] == "s3://(hidden)@bucket/run?token=(hidden)&part=1"
-    assert event["reason"] == "http://one two@three"

@@ -39,18 +39,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(folder)
 
 
-def optional(name: str, package: str) -> Any:
-    is_missing = find_spec(package) is None
-    marks = [
-        pytest.mark.proof,
-        pytest.mark.skipif(is_missing, reason=f"{package} isn't installed: pip install {package}"),
-    ]
-    return pytest.param(name, marks=marks)
+def optional(name: str) -> Any:
+    reason = f"{name} isn't installed: pip install {name}"
+    return pytest.param(name, marks=[pytest.mark.proof, pytest.mark.skipif(find_spec(name) is None, reason=reason)])
 
 
-of_each_tracker = pytest.mark.parametrize(
-    "name", ["tensorboard", optional("wandb", "wandb"), optional("mlflow", "mlflow")]
-)
+of_each_tracker = pytest.mark.parametrize("name", ["tensorboard", optional("wandb"), optional("mlflow")])
 
 
 @pytest.fixture(autouse=True)
