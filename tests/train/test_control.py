@@ -25,9 +25,8 @@ def history(best_step: int, without: int) -> Evaluated:
     return Evaluated(rows="", step=9, loss=2.0, best_step=best_step, best_loss=1.0, without_improvement=without)
 
 
-@pytest.mark.parametrize(
-    ("limits", "step", "votes", "evaluations", "expected"),
-    [
+def test_what_follows_a_step() -> None:
+    for limits, step, votes, evaluations, expected in (
         (LIMITS, 1, NONE, None, Decision(evaluate=False, save=False, end=None)),
         (LIMITS, 3, NONE, None, Decision(evaluate=True, save=False, end=None)),
         (LIMITS, 3, NONE, history(3, 0), Decision(evaluate=True, save=True, end=None)),  # the best is saved
@@ -45,18 +44,11 @@ def history(best_step: int, without: int) -> Evaluated:
         (SAMPLES, 4, NONE, None, Decision(evaluate=False, save=False, end=None, sample=True)),
         (SAMPLES, 4, STOP, None, Decision(evaluate=False, save=True, end="stopped")),
         (SAMPLES, 10, NONE, None, Decision(evaluate=False, save=True, end="finished", sample=True)),
-    ],
-)
-def test_what_follows_a_step(
-    limits: Limits, step: int, votes: Votes, evaluations: Evaluated | None, expected: Decision
-) -> None:
-    decision = decide(limits, step, votes, evaluations)
-    assert decision == expected
-    assert decision.reads_metrics == (expected.evaluate or expected.sample or expected.save)
-
-
-def test_votes_of_two_steps_count_together() -> None:
-    assert Votes(stop=True, save=True) == STOP | SAVE
+    ):
+        decision = decide(limits, step, votes, evaluations)
+        assert decision == expected, (limits, step, votes, evaluations)
+        assert decision.reads_metrics == (expected.evaluate or expected.sample or expected.save)
+    assert Votes(stop=True, save=True) == STOP | SAVE  # of two steps
     assert NONE | NONE == NONE
 
 

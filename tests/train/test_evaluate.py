@@ -78,24 +78,20 @@ def whole(opened: Opened, rows: HeldOut, indices: list[int]) -> Evaluation:
     return Evaluation((loss / tokens).item(), int(tokens))
 
 
-@pytest.mark.parametrize(
-    ("count", "train", "chosen", "size"),
-    [
+def test_the_rows_are_those_and_the_cut_into_batches_changes_nothing(opened: Opened) -> None:
+    cases: list[tuple[int, dict[str, int], list[int], int]] = [
         *((7, {"micro_batch": size}, [*range(7)], size) for size in (1, 2, 4)),
         (21, {"eval_batches": 2, "micro_batch": 4}, [0, 2, 5, 7, 10, 13, 15, 18], 4),  # spread over the rows
         (3, {"eval_batches": 5}, [0, 1, 2], 1),  # fewer than that
-    ],
-)
-def test_the_rows_are_those_and_the_cut_into_batches_changes_nothing(
-    opened: Opened, count: int, train: dict[str, int], chosen: list[int], size: int
-) -> None:
-    rows = HeldOut(count)
-    actual, expected = evaluator(opened, rows, **train)(), whole(opened, rows, chosen)
-    assert actual is not None
-    assert (actual.tokens, actual.loss) == (expected.tokens, pytest.approx(expected.loss, rel=1e-6))
-    assert {len(batch) for batch in rows.requested} == {size}  # one shape
-    assert list(chain.from_iterable(rows.requested))[: len(chosen)] == chosen
-    assert len(rows.requested) == -(-len(chosen) // size)
+    ]
+    for count, train, chosen, size in cases:
+        rows = HeldOut(count)
+        actual, expected = evaluator(opened, rows, **train)(), whole(opened, rows, chosen)
+        assert actual is not None, train
+        assert (actual.tokens, actual.loss) == (expected.tokens, pytest.approx(expected.loss, rel=1e-6)), train
+        assert {len(batch) for batch in rows.requested} == {size}  # one shape
+        assert list(chain.from_iterable(rows.requested))[: len(chosen)] == chosen
+        assert len(rows.requested) == -(-len(chosen) // size)
 
 
 def test_a_request_to_stop_ends_it(opened: Opened) -> None:
@@ -113,14 +109,12 @@ def test_the_history_of_evaluations() -> None:
     assert Evaluation(2.0, 1).perplexity == pytest.approx(7.389056)
     assert Evaluation(1e4, 1).perplexity == float("inf")
     history = None
-    actual: list[tuple[int, float, int, float, int]] = []
-    for step, loss in ((2, 3.0), (4, 2.0), (6, 2.0), (8, 2.5), (10, 1.5)):
-        history = updated_history(history, step, loss, "rows")
-        actual.append((history.step, history.loss, history.best_step, history.best_loss, history.without_improvement))
-    assert actual == [
-        (2, 3.0, 2, 3.0, 0),
-        (4, 2.0, 4, 2.0, 0),
+    for step, loss, best_step, best_loss, without_improvement in (
+        *((2, 3.0, 2, 3.0, 0), (4, 2.0, 4, 2.0, 0)),
         (6, 2.0, 4, 2.0, 1),  # as good is no improvement
-        (8, 2.5, 4, 2.0, 2),
-        (10, 1.5, 10, 1.5, 0),
-    ]
+        *((8, 2.5, 4, 2.0, 2), (10, 1.5, 10, 1.5, 0)),
+    ):
+        history = updated_history(history, step, loss, "rows")
+        assert (history.step, history.loss) == (step, loss)
+        actual = (history.best_step, history.best_loss, history.without_improvement)
+        assert actual == (best_step, best_loss, without_improvement), step

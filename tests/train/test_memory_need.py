@@ -18,10 +18,8 @@ from portable_fsdp.train.memory_need import MemoryNeed, Room, check_memory, memo
 
 GIB = 2**30
 NEED = MemoryNeed(parameters=2**30, trained=2**30, weights=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB)
-HUGE = {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 65536, "intermediate_size": 262144} | {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 64,
-}
+HUGE = ARCHITECTURE | {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 32}
+HUGE |= {"num_attention_heads": 64, "num_key_value_heads": 64}
 
 
 def config(**sections: Any) -> Config:
@@ -31,12 +29,8 @@ def config(**sections: Any) -> Config:
 
 def on_hosts(processes: list[int], host_gib: float, device_gib: float | None = None) -> list[Room]:
     """So many processes on each host; of each host and device so much memory."""
-    device = None if device_gib is None else int(device_gib * GIB)
-    return [
-        ((f"host {host}", ""), int(host_gib * GIB), device)
-        for host, count in enumerate(processes)
-        for _ in range(count)
-    ]
+    device, hosts = None if device_gib is None else int(device_gib * GIB), enumerate(processes)
+    return [((f"host {host}", ""), int(host_gib * GIB), device) for host, count in hosts for _ in range(count)]
 
 
 NO_SHARD, OFFLOAD = {"sharding": {"strategy": "NO_SHARD"}}, {"memory": {"cpu_offload": True}}

@@ -23,16 +23,9 @@ from portable_fsdp.train.step import TrainStep, train_step
 
 VOCABULARY, SEQ_LEN, ROWS, LR = 67, 12, 4, 0.1
 ARCHITECTURE: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": SEQ_LEN,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40},
+    **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
+    **{"max_position_embeddings": SEQ_LEN, "bos_token_id": 1, "eos_token_id": 2},
 }
 
 
@@ -217,21 +210,16 @@ def test_groups_take_their_share_of_it_and_what_is_frozen_stays(backend: Backend
     for name, weight in weights(first.model).items():
         share = 0.25 if "norm" in name else 2.0 if "lm_head" in name else 1.0
         if name != "model.embed_tokens.weight":
-            torch.testing.assert_close(
-                after[name] - before[name], (weight - before[name]) * share, rtol=1e-3, atol=1e-6
-            )
+            expected = (weight - before[name]) * share
+            torch.testing.assert_close(after[name] - before[name], expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("stop", [0.0, 1.0])
-def test_metrics_stay_on_the_device_and_what_rides_along_arrives(
-    backend: Backend, accumulation: int, stop: float
-) -> None:
+def test_metrics_stay_on_the_device_with_what_rides_along(backend: Backend, accumulation: int, stop: float) -> None:
     micro_batches = batches(accumulation)
     metrics = run(backend, accumulation).step(micro_batches, LR, [*counted(micro_batches), stop, 2.0, 3.0])
     assert metrics.keys() == {"loss", "grad_norm", "is_empty", "votes"}
-    for value in metrics.values():
-        assert type(value) is Tensor
-        assert not value.requires_grad
+    assert all(type(value) is Tensor and not value.requires_grad for value in metrics.values())
     assert {name for name, value in metrics.items() if value.dim()} == {"votes"}
     assert fetched(backend, metrics)["votes"] == [stop, 2.0, 3.0]
