@@ -40,13 +40,11 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
+def wait_for(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
         time.sleep(0.05)
-    return True
+    return condition()
 
 
 @pytest.mark.parametrize(

@@ -90,23 +90,21 @@ CASES: dict[str, tuple[str | None, dict[str, str], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_host_has_what_its_cgroups_leave(tmp_path: Path, name: str) -> None:
-    cgroup, limits, expected_gib = CASES[name]
-    (tmp_path / "proc/self").mkdir(parents=True)
-    if cgroup is not None:
-        (tmp_path / "proc/self/cgroup").write_text(cgroup)
-    for file, text in limits.items():
-        path = tmp_path / "sys/fs/cgroup" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    for swap_gib in (0, 2):
-        kib = {"MemTotal": 32 * 2**20, "MemFree": 2**20, "SwapTotal": swap_gib * 2**20}
-        (tmp_path / "proc/meminfo").write_text("".join(f"{key}: {value} kB\n" for key, value in kib.items()))
-        assert host_memory_bytes(tmp_path) == (expected_gib + swap_gib) * GIB
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
-def test_this_host_is_one_and_without_a_kernels_files_it_has_what_psutil_says(tmp_path: Path) -> None:
+def test_a_host_has_what_its_cgroups_leave_and_without_a_kernels_files_what_psutil_says(tmp_path: Path) -> None:
+    for name, (cgroup, limits, expected_gib) in CASES.items():
+        if cgroup is not None:
+            write(tmp_path / name / "proc/self/cgroup", cgroup)
+        for file, text in limits.items():
+            write(tmp_path / name / "sys/fs/cgroup" / file, text)
+        for swap_gib in (0, 2):
+            kib = {"MemTotal": 32 * 2**20, "MemFree": 2**20, "SwapTotal": swap_gib * 2**20}
+            write(tmp_path / name / "proc/meminfo", "".join(f"{key}: {value} kB\n" for key, value in kib.items()))
+            assert host_memory_bytes(tmp_path / name) == (expected_gib + swap_gib) * GIB, name
     assert host_memory_bytes(tmp_path) == psutil.virtual_memory().total
     assert host_identity() == host_identity()
     assert host_identity()[0]
@@ -137,33 +135,26 @@ print("after the end", file=sys.stderr)
 
 
 def run(folder: Path, last: str) -> "subprocess.CompletedProcess[str]":
-    program = PROGRAM.replace("{last}", last)
-    return subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", PROGRAM.replace("{last}", last)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 
 def kept(folder: Path) -> str:
     return re.sub(r"(?m)^--- \S+$", "---", (folder / "logs/stderr-3.log").read_text())
 
 
-def test_stderr_arrives_at_both_and_what_c_code_says_at_first_in_the_file(tmp_path: Path) -> None:
+def test_stderr_and_a_crashs_last_words_arrive_at_both_and_what_c_code_says_at_first_in_the_file(
+    tmp_path: Path,
+) -> None:
     for _ in range(2):
         done = run(tmp_path, "")
         assert sorted(done.stdout.splitlines()) == ["C, later", "a last print", "a print"]
         assert done.stderr == "before the run\na warning\nC on stderr\nafter the end\n"
     assert kept(tmp_path) == "---\n[Gloo] Rank 0 is connected\na warning\nC on stderr\n" * 2
-
-
-@pytest.mark.parametrize(
-    ("last", "code", "words"),
-    [("1 / 0", 1, "ZeroDivisionError"), ("import faulthandler; faulthandler.enable(); os.abort()", -6, "Fatal Python")],
-)
-def test_the_last_words_of_a_crash_arrive_at_both(tmp_path: Path, last: str, code: int, words: str) -> None:
-    done = run(tmp_path, last)
-    assert done.returncode == code
-    assert words in done.stderr
-    assert words in kept(tmp_path)
+    abort = "import faulthandler; faulthandler.enable(); os.abort()"
+    for last, code, words in (("1 / 0", 1, "ZeroDivisionError"), (abort, -6, "Fatal Python")):
+        done = run(tmp_path, last)
+        assert (done.returncode, words in done.stderr, words in kept(tmp_path)) == (code, True, True), last
 
 
 def test_logs_that_cannot_be_written_stop_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +179,5 @@ def test_lines_before_the_folder_is_there_are_held_and_all_have_their_time(tmp_p
         handler.open(tmp_path)
         log.warning("later, %d", 1)
         log.warning("bad arguments: %d", "x")
-    time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}"
-    assert re.fullmatch(
-        rf"({time} INFO early\n{time} WARNING later, 1\n){{2}}", (tmp_path / "logs/run.log").read_text()
-    )
+    time, text = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}", (tmp_path / "logs/run.log").read_text()
+    assert re.fullmatch(rf"({time} INFO early\n{time} WARNING later, 1\n){{2}}", text)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -153,53 +154,51 @@ def test_a_stop_before_the_run_is_no_stop_after_a_save(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "stopped before the run began (SIGTERM): nothing was saved\n")
 
 
-def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Process 0 names it, and the others don't wait for ever for a program that is no store."""
-    monkeypatch.setattr(module, "_CONNECT_S", 0.25)
-    limit, started = timedelta(seconds=1), time.monotonic()
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": "1"}
-        with pytest.raises(
-            ConfigError, match=rf"MASTER_PORT={port}: can't open the rendezvous store: .*address already in use\.\n"
-        ):
-            open_store(environ, limit, serves=True)
-        with pytest.raises(
-            TrainingError, match=rf"process 1 waits for .*127\.0\.0\.1:{port}: .* not answered as a store\.\n"
-        ):
-            open_store(environ, limit, serves=False)
-    assert time.monotonic() - started < 20
-    assert f"at 127.0.0.1:{port}: after 0.25 s a program" in capfd.readouterr().err
-    join_torchs_threads()
-
-
-def join_torchs_threads() -> None:
-    """Wait for the threads that were still connecting when their connection was closed."""
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    """A port that no store answers at. Afterwards threads end that were connecting when their connection was closed."""
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        yield opened
     for thread in threading.enumerate():
         if thread.name == "portable_fsdp call":
             thread.join(60)
 
 
-def test_a_slow_store_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def environ_at(listening: socket.socket) -> dict[str, str]:
+    port = str(listening.getsockname()[1])
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": "1"}
+
+
+def test_a_port_that_another_program_has_or_nobody(
+    listening: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Process 0 names it, and the others don't wait for ever for a program that is no store."""
+    monkeypatch.setattr(module, "_CONNECT_S", 0.25)
+    limit, started, environ = timedelta(seconds=1), time.monotonic(), environ_at(listening)
+    port = environ["MASTER_PORT"]
+    taken = rf"MASTER_PORT={port}: can't open the rendezvous store: .*address already in use\.\n"
+    with pytest.raises(ConfigError, match=taken):
+        open_store(environ, limit, serves=True)
+    no_store = rf"process 1 waits for .*127\.0\.0\.1:{port}: .* not answered as a store\.\n"
+    with pytest.raises(TrainingError, match=no_store):
+        open_store(environ, limit, serves=False)
+    assert time.monotonic() - started < 20
+    assert f"at 127.0.0.1:{port}: after 0.25 s a program" in capfd.readouterr().err
+    listening.close()
+    with pytest.raises(TrainingError, match=r"nothing listens there yet \(.*Connection refused\)\.\n  For all"):
+        open_store(environ, limit, serves=False)
+    assert "after 0.25 s nothing listens there yet" in capfd.readouterr().err
+
+
+def test_a_slow_store_is_waited_for(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Protects a start whose process 0 is suspended or overloaded: the kernel accepts connections, nobody answers."""
     monkeypatch.setattr(module, "_CONNECT_S", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
-        port = listening.getsockname()[1]
-        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": "1"}
+    with ThreadPoolExecutor(1) as pool:
+        environ = environ_at(listening)
         connecting = pool.submit(open_store, environ, timedelta(seconds=30), serves=False)
         time.sleep(0.5)
         make: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+        port = int(environ["MASTER_PORT"])
         server = make("127.0.0.1", port, None, True, master_listen_fd=os.dup(listening.fileno()))
         connecting.result(20).set("key", "value")
         assert server.get("key") == b"value"
-
-
-def test_an_address_where_nobody_listens(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CONNECT_S", 0.25)
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": "1"}
-    with pytest.raises(TrainingError, match=r"nothing listens there yet \(.*Connection refused\)\.\n  For all"):
-        open_store(environ, timedelta(seconds=1), serves=False)
-    assert "after 0.25 s nothing listens there yet" in capfd.readouterr().err
-    join_torchs_threads()

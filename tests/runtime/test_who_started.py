@@ -29,70 +29,60 @@ TORCHRUN = {
 }
 OURS = {**TORCHRUN, "TORCHELASTIC_RUN_ID": f"{OUR_RUNS}12", "TORCHELASTIC_MAX_RESTARTS": "0"}
 WORKERS = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b,c"}
+TWO_SLICES = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "0"}
 BY_ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no"}
-PLAIN = Launch("plain")
 
 
 def without(environ: Environ, *names: str) -> Environ:
     return {name: value for name, value in environ.items() if name not in names}
 
 
-@pytest.mark.parametrize(
-    ("environ", "launch", "description"),
-    [
-        ({"PATH": "/bin"}, PLAIN, "hand (no launcher)"),
-        (TORCHRUN, Launch("torchrun", 5, 1, 8), "torchrun (restart 1 of 3): 8 process(es), 2 of them on this host"),
-        (OURS, Launch("torchrun", 5, 1, 8), "portable_fsdp.launch: 8 process(es), 2 of them on this host"),
-        (
-            VARIABLES,
-            Launch("variables", 5, 1, 8),
-            "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment: 8 process(es)",
-        ),
-        (SRUN, Launch("srun", 6, 2, 8), "srun: 8 process(es), 4 of them on this host"),
-        # srun typed into a shell of Slurm's inherits the job's name: of salloc's shell, of `srun --pty bash`.
-        ({**SRUN, "SLURM_JOB_NAME": "interactive"}, Launch("srun", 6, 2, 8), None),
-        ({**SRUN, "SLURM_JOB_NAME": "bash"}, Launch("srun", 6, 2, 8), None),
-        # srun sets PMI's variables too.
-        ({**SRUN, "PMI_RANK": "6", "PMI_SIZE": "8"}, Launch("srun", 6, 2, 8), None),
-        (
-            {**SRUN, "PMI_RANK": "6", "PMI_SIZE": "8", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"},
-            Launch("srun", 6, 2, 8),
-            None,
-        ),
-        ({**OPEN_MPI, "MASTER_ADDR": "a"}, Launch("mpirun", 3, 1, 4), "mpirun: 4 process(es), 2 of them on this host"),
-        (MPICH, Launch("mpirun", 1, 1, 2), None),
-        # mpirun in a Slurm job: its daemons are Slurm's tasks, one a host.
-        ({**ONE_A_NODE, **OPEN_MPI, "MASTER_ADDR": "gpu07"}, Launch("mpirun", 3, 1, 4), None),
-        # torchrun in a task a node: 4 tasks, 8 processes; and in a batch script.
-        ({**ONE_A_NODE, **TORCHRUN}, Launch("torchrun", 5, 1, 8), None),
-        ({**without(SRUN, "SLURM_STEP_ID"), **TORCHRUN}, Launch("torchrun", 5, 1, 8), None),
-        # Plain starts within a launcher: the batch script, as newer Slurm says it, salloc's shell, single tasks.
-        (without(SRUN, "SLURM_STEP_ID"), PLAIN, "hand (no launcher)"),
-        ({**SRUN, "SLURM_STEP_ID": "4294967291"}, PLAIN, None),
-        ({**SRUN, "SLURM_STEP_ID": "4294967290"}, PLAIN, None),
-        (ONE_TASK, PLAIN, "srun, as its only task"),
-        ({**ONE_TASK, "MASTER_ADDR": "a", "MASTER_PORT": "1"}, PLAIN, "srun, as its only task"),
-        (ONE_OF_MPI, PLAIN, "mpirun, as its only task"),
-        (WORKERS, Launch("tpu_vm"), "TPU worker 1 of 3"),
-        (
-            {**WORKERS, "MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "0"},
-            Launch("tpu_vm"),
-            "TPU worker 1 of 3, slice 0 of 2",
-        ),
-        # What doesn't contradict itself: two processes on each host, all on one, torchrun on each host of a slice.
-        ({**VARIABLES, **WORKERS, "TPU_WORKER_HOSTNAMES": "a,b"}, Launch("variables", 5, 1, 8), None),
-        ({**VARIABLES, **WORKERS, "TPU_WORKER_HOSTNAMES": "localhost"}, Launch("variables", 5, 1, 8), None),
-        ({**TORCHRUN, **WORKERS}, Launch("torchrun", 5, 1, 8), None),
-        ({**VARIABLES, "LOCAL_WORLD_SIZE": "8"}, Launch("variables", 5, 1, 8), None),
-        (BY_ACCELERATE, Launch("plain", by_accelerate=True), "accelerate launch: 1 process(es)"),
-        ({**WORKERS, **BY_ACCELERATE}, Launch("tpu_vm", by_accelerate=True), "TPU worker 1 of 3, of accelerate launch"),
-        (
-            {**without(TORCHRUN, "TORCHELASTIC_MAX_RESTARTS"), **BY_ACCELERATE},
-            Launch("torchrun", 5, 1, 8, by_accelerate=True),
-            "torchrun, of accelerate launch: 8 process(es), 2 of them on this host",
-        ),
-    ],
-)
+PLAIN, TPU_VM = Launch("plain"), Launch("tpu_vm")
+OF_TORCHRUN, OF_VARIABLES = Launch("torchrun", 5, 1, 8), Launch("variables", 5, 1, 8)
+OF_SRUN, OF_MPIRUN = Launch("srun", 6, 2, 8), Launch("mpirun", 3, 1, 4)
+ALL_VARIABLES = "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
+TWO_HERE = "8 process(es), 2 of them on this host"
+LAUNCHES: list[tuple[Environ, Launch, str | None]] = [  # and the description
+    ({"PATH": "/bin"}, PLAIN, "hand (no launcher)"),
+    (TORCHRUN, OF_TORCHRUN, f"torchrun (restart 1 of 3): {TWO_HERE}"),
+    (OURS, OF_TORCHRUN, f"portable_fsdp.launch: {TWO_HERE}"),
+    (VARIABLES, OF_VARIABLES, f"{ALL_VARIABLES} in the environment: 8 process(es)"),
+    (SRUN, OF_SRUN, "srun: 8 process(es), 4 of them on this host"),
+    # srun typed into a shell of Slurm's inherits the job's name: of salloc's shell, of `srun --pty bash`.
+    *(({**SRUN, "SLURM_JOB_NAME": name}, OF_SRUN, None) for name in ("interactive", "bash")),
+    # srun sets PMI's variables too.
+    ({**SRUN, "PMI_RANK": "6", "PMI_SIZE": "8"}, OF_SRUN, None),
+    ({**SRUN, "PMI_RANK": "6", "PMI_SIZE": "8", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"}, OF_SRUN, None),
+    ({**OPEN_MPI, "MASTER_ADDR": "a"}, OF_MPIRUN, "mpirun: 4 process(es), 2 of them on this host"),
+    (MPICH, Launch("mpirun", 1, 1, 2), None),
+    # mpirun in a Slurm job: its daemons are Slurm's tasks, one a host.
+    ({**ONE_A_NODE, **OPEN_MPI, "MASTER_ADDR": "gpu07"}, OF_MPIRUN, None),
+    # torchrun in a task a node: 4 tasks, 8 processes; and in a batch script.
+    ({**ONE_A_NODE, **TORCHRUN}, OF_TORCHRUN, None),
+    ({**without(SRUN, "SLURM_STEP_ID"), **TORCHRUN}, OF_TORCHRUN, None),
+    # Plain starts within a launcher: the batch script, as newer Slurm says it, salloc's shell, single tasks.
+    (without(SRUN, "SLURM_STEP_ID"), PLAIN, "hand (no launcher)"),
+    *(({**SRUN, "SLURM_STEP_ID": number}, PLAIN, None) for number in ("4294967291", "4294967290")),
+    (ONE_TASK, PLAIN, "srun, as its only task"),
+    ({**ONE_TASK, "MASTER_ADDR": "a", "MASTER_PORT": "1"}, PLAIN, "srun, as its only task"),
+    (ONE_OF_MPI, PLAIN, "mpirun, as its only task"),
+    (WORKERS, TPU_VM, "TPU worker 1 of 3"),
+    ({**WORKERS, **TWO_SLICES}, TPU_VM, "TPU worker 1 of 3, slice 0 of 2"),
+    # What doesn't contradict itself: two processes on each host, all on one, torchrun on each host of a slice.
+    *(({**VARIABLES, **WORKERS, "TPU_WORKER_HOSTNAMES": names}, OF_VARIABLES, None) for names in ("a,b", "localhost")),
+    ({**TORCHRUN, **WORKERS}, OF_TORCHRUN, None),
+    ({**VARIABLES, "LOCAL_WORLD_SIZE": "8"}, OF_VARIABLES, None),
+    (BY_ACCELERATE, Launch("plain", by_accelerate=True), "accelerate launch: 1 process(es)"),
+    ({**WORKERS, **BY_ACCELERATE}, Launch("tpu_vm", by_accelerate=True), "TPU worker 1 of 3, of accelerate launch"),
+    (
+        {**without(TORCHRUN, "TORCHELASTIC_MAX_RESTARTS"), **BY_ACCELERATE},
+        Launch("torchrun", 5, 1, 8, by_accelerate=True),
+        f"torchrun, of accelerate launch: {TWO_HERE}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("environ", "launch", "description"), LAUNCHES)
 def test_a_launcher_is_known_by_its_variables(environ: Environ, launch: Launch, description: str | None) -> None:
     detected = detect_launch(environ)
     assert detected == launch
@@ -102,55 +92,29 @@ def test_a_launcher_is_known_by_its_variables(environ: Environ, launch: Launch, 
     assert (again, again.variables, again.description) == (detected, detected.variables, detected.description)
 
 
-@pytest.mark.parametrize(
-    ("environ", "variables"),
-    [
-        ({"PATH": "/bin"}, {}),
-        (ONE_TASK, {}),
-        (
-            SRUN,
-            {
-                **{"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"},
-                **{"MASTER_ADDR": "gpu07", "MASTER_PORT": "24711"},
-            },
-        ),
-        ({**OPEN_MPI, "MASTER_ADDR": "host-1"}, {"LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}),
-        (MPICH, {"MASTER_ADDR": "127.0.0.1"}),
-        # The user's own address counts.
-        (
-            {**SRUN, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234", "WORLD_SIZE": "8"},
-            {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"},
-        ),
-        # The step counts where it is a part of the job.
-        (
-            {
-                **{**SRUN, "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_NODELIST": "gpu12"},
-                **{"SLURM_STEP_TASKS_PER_NODE": "4,3", "SLURM_STEP_ID": "3"},
-            },
-            {"WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "gpu12", "MASTER_PORT": "24714"},
-        ),
-    ],
-)
-def test_torch_reads_torchruns_variables(environ: Environ, variables: Environ) -> None:
-    detected = detect_launch(environ).variables
-    assert variables.items() <= detected.items()
-    assert bool(variables) == bool(detected)
+OWN_ADDRESS = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}
+STEP = {"SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_NODELIST": "gpu12", "SLURM_STEP_TASKS_PER_NODE": "4,3"}
+OF_TORCH: list[tuple[Environ, str]] = [
+    *(({"PATH": "/bin"}, ""), (ONE_TASK, "")),
+    (SRUN, "RANK=6 WORLD_SIZE=8 LOCAL_RANK=2 LOCAL_WORLD_SIZE=4 MASTER_ADDR=gpu07 MASTER_PORT=24711"),
+    ({**OPEN_MPI, "MASTER_ADDR": "host-1"}, "LOCAL_WORLD_SIZE=2 MASTER_PORT=29500"),
+    (MPICH, "MASTER_ADDR=127.0.0.1"),
+    # The user's own address counts, and the step where it is a part of the job.
+    ({**SRUN, **OWN_ADDRESS, "WORLD_SIZE": "8"}, "MASTER_ADDR=10.0.0.7 MASTER_PORT=1234"),
+    ({**SRUN, **STEP, "SLURM_STEP_ID": "3"}, "WORLD_SIZE=7 LOCAL_WORLD_SIZE=3 MASTER_ADDR=gpu12 MASTER_PORT=24714"),
+]
+FIRST_HOSTS = {
+    **{"gpu1": "gpu1", "gpu[1-3]": "gpu1", "gpu[07-09,12],login1": "gpu07", "rack[2-3]n[07,9]-ib": "rack2n07-ib"},
+    **{"a,b[1-2]": "a", "tpu-1.zone.example,x": "tpu-1.zone.example", "": ""},
+}
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("gpu1", "gpu1"),
-        ("gpu[1-3]", "gpu1"),
-        ("gpu[07-09,12],login1", "gpu07"),
-        ("rack[2-3]n[07,9]-ib", "rack2n07-ib"),
-        ("a,b[1-2]", "a"),
-        ("tpu-1.zone.example,x", "tpu-1.zone.example"),
-        ("", ""),
-    ],
-)
-def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
+def test_torch_reads_torchruns_variables_and_the_first_host_of_a_list_is_the_address() -> None:
+    for environ, variables in OF_TORCH:
+        detected = [f"{name}={value}" for name, value in detect_launch(environ).variables.items()]
+        assert {*variables.split()} <= {*detected}, environ
+        assert bool(variables) == bool(detected), environ
+    assert {nodes: first_host(nodes) for nodes in FIRST_HOSTS} == FIRST_HOSTS
 
 
 REFUSED: dict[str, Environ] = {
@@ -162,11 +126,9 @@ REFUSED: dict[str, Environ] = {
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
     },
     **{
-        f"< WORLD_SIZE, found LOCAL_RANK={lr}, RANK={rank}, WORLD_SIZE={size}": {
-            **VARIABLES,
-            **{"LOCAL_RANK": str(lr), "RANK": str(rank), "WORLD_SIZE": str(size)},
-        }
+        f"< WORLD_SIZE, found {words}": VARIABLES | dict(word.split("=") for word in words.split(", "))
         for lr, rank, size in ((1, 8, 8), (1, -1, 8), (6, 5, 8), (1, 5, 0))
+        for words in (f"LOCAL_RANK={lr}, RANK={rank}, WORLD_SIZE={size}",)
     },
     "RANK=0, but by srun's variables it is 6 (SLURM_PROCID=6, SLURM_NTASKS=8)": {**SRUN, "RANK": "0"},
     "WORLD_SIZE=2, but by srun's variables it is 8": {**SRUN, "WORLD_SIZE": "2"},
