@@ -53,13 +53,6 @@ def test_a_command_is_its_module(capsys: pytest.CaptureFixture[str], monkeypatch
     assert message.startswith("unknown command explan; nearest: explain\nusage: portable-fsdp COMMAND")
 
 
-def test_overrides_may_have_dashes(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--optim.lr=0.5", "--optim.weight-decay", "0.25", f"--config={ROOT}/configs/quickstart.yaml", "--json"]
-    assert explain.main(words) == 0
-    options = json.loads(capsys.readouterr().out)["options"]
-    assert [options[f"optim.{name}"]["value"] for name in ("lr", "weight_decay")] == [0.5, 0.25]
-
-
 @pytest.mark.slow
 def test_a_command_without_its_packages_says_what_to_install() -> None:
     for command in COMMANDS.keys() - {"doctor", "examples", "sample"}:  # which need none so far
@@ -68,11 +61,13 @@ def test_a_command_without_its_packages_says_what_to_install() -> None:
         assert re.match(r"The package \w+ is not installed: pip install '\.'\n", done.stderr)
 
 
-def test_flags_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_from_a_file_and_overrides_with_dashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cpu.flags").write_text("# a host without GPUs\n--device=cpu\n--json\n")
-    words = [f"--flagfile={tmp_path / 'cpu.flags'}", f"--config={ROOT}/configs/quickstart.yaml", "optim.lr=0.5"]
-    assert explain.main(words) == 0
-    assert json.loads(capsys.readouterr().out)["options"]["optim.lr"]["value"] == 0.5
+    words = [f"--flagfile={tmp_path / 'cpu.flags'}", f"--config={ROOT}/configs/quickstart.yaml"]
+    for overrides in (["optim.lr=0.5", "optim.weight_decay=0.25"], ["--optim.lr=0.5", "--optim.weight-decay", "0.25"]):
+        assert explain.main([*overrides, *words]) == 0
+        options = json.loads(capsys.readouterr().out)["options"]
+        assert [options[f"optim.{name}"]["value"] for name in ("lr", "weight_decay")] == [0.5, 0.25], overrides
     assert explain.main(["--flagfile=/none"]) == 2
     assert "/none" in capsys.readouterr().err
 

@@ -55,10 +55,8 @@ def test_each_option_of_a_config_has_a_verdict_of_each_engine(capsys: pytest.Cap
 def test_the_text_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
     text = explained(capsys, CONFIG, "memory.cpu_offload=true", "--device=cpu", "--all")
     assert text.startswith("native on cpu, xla on cpu, xla_fsdp1 on cpu; rules about the number of devices")
-    entry = text.partition("memory.cpu_offload = true  # override 'memory.cpu_offload=true'\n")[2].partition(
-        "\ncompile.enabled"
-    )[0]
-    assert entry.splitlines() == [
+    entry = text.partition("memory.cpu_offload = true  # override 'memory.cpu_offload=true'\n")[2]
+    assert entry.partition("\ncompile.enabled")[0].splitlines() == [
         "  native             honoured   CPUOffloadPolicy: the optimizer steps on the host",
         "  xla, xla_fsdp1     refused    on XLA: torch_xla keeps parameters and optimizer state in device memory. Set",
         "                                memory.cpu_offload=false, or --backend=native.",
@@ -118,8 +116,6 @@ def test_without_a_config_every_option_and_every_case(capsys: pytest.CaptureFixt
 
 
 QUICKSTART = [f"--config={ROOT / 'configs/quickstart.yaml'}", "--device=cpu", "--num_devices=2"]
-
-
 WRONG = [
     *("optim.lrr=1", "optim.warmup_steps=151", "optim.schedule=wsd optim.decay_ratio=0.99", "train.global_batch=2"),
     *("memory.every=2", "compile.scan_layers=true memory.every=2 train.global_batch=2", "--num_devices=x"),
@@ -140,21 +136,12 @@ def test_strict_judges_the_usual_engine_of_the_device(capsys: pytest.CaptureFixt
         assert wrong in refused(capsys, CONFIG, "--strict", f"--device={device}", wrong)
     words = [CONFIG, "--device=cpu", "--backend=xla", scan]
     assert explained(capsys, *words, "--strict") == explained(capsys, *words)
-
-
-def test_strict_does_not_judge_by_a_number_of_devices_that_it_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    # Not by a number of devices that it doesn't know.
     strict = [CONFIG, "--strict", "--device=cuda", "train.global_batch=7", "train.micro_batch=7"]
     assert explained(capsys, *strict, "--num_devices=1")
     assert explained(capsys, *strict)
-    assert "expected at most 1, the rows of each of 16 devices (train.global_batch=7), found 7" in refused(
-        capsys, *strict, "--num_devices=8", "--num_hosts=2"
-    )
-
-
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    line = f"{sys.executable} -m portable_fsdp.explain --schema | head -0; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (141, "")
+    message = refused(capsys, *strict, "--num_devices=8", "--num_hosts=2")
+    assert "expected at most 1, the rows of each of 16 devices (train.global_batch=7), found 7" in message
 
 
 def test_a_key_is_explained_by_its_documentation_and_a_section_by_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,9 +153,8 @@ def test_a_key_is_explained_by_its_documentation_and_a_section_by_its_keys(capsy
     section = explained(capsys, "checkpoint").splitlines()
     keys = [name for name in option_names() if name.startswith("checkpoint.")]
     assert [line for line in section if not line.startswith(" ")] == keys
-    assert "  lr: peak learning rate of the group; null: optim.lr (a number > 0 or null; default null)" in (
-        explained(capsys, "optim.groups").splitlines()
-    )
+    rate = "  lr: peak learning rate of the group; null: optim.lr (a number > 0 or null; default null)"
+    assert rate in explained(capsys, "optim.groups").splitlines()
     assert list(explained_json(capsys, "run.dir", "optim.lr")["options"]) == ["run.dir", "optim.lr"]
     of_config = explained(capsys, CONFIG, "--device=cpu", "train.steps=7", "train.steps").splitlines()
     assert of_config[2:4] == [
@@ -198,3 +184,7 @@ def test_it_is_quick_and_imports_no_torch() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2  # seconds of the processor; 0.5 usually
+    # A reader that goes away is no error.
+    line = f"{sys.executable} -m portable_fsdp.explain --schema | head -0; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")

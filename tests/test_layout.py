@@ -27,9 +27,7 @@ def test_regions_are_what_chunk_gives_for_tensor_and_then_for_all_other_axes_as_
                 is_there = at < len(parts)
                 expected = parts[at] if is_there else expected.narrow(dim, 0, 0)
         assert torch.equal(whole[region(shape, spec, axes, place)], expected), (shape, spec, place)
-
-
-def test_the_last_axis_counts_fastest_and_only_row_axes_cut_a_batch() -> None:
+    # The last axis counts fastest, and only row axes cut a batch.
     axes = {"replicate": 2, "shard": 4, "tensor": 2}
     assert coordinates(axes, 11) == {"replicate": 1, "shard": 1, "tensor": 1}
     assert count_row_shards(axes) == 8

@@ -58,12 +58,6 @@ def test_temperature_0_takes_the_likeliest(tmp_path: Path) -> None:
     assert texts(tmp_path, "ab", temperature=0, tokens=5) == [expected]
 
 
-def test_a_runs_folder_stands_for_its_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_model(tmp_path / "export")
-    assert main([str(tmp_path), "--prompt=ab", "--tokens=5", "--count=1"]) == 0
-    assert capsys.readouterr().out.startswith("ab")
-
-
 def test_a_chat_is_answered(tmp_path: Path) -> None:
     save_model(tmp_path)
     with pytest.raises(ConfigError, match="the tokenizer has no chat template; leave --chat out"):
@@ -79,9 +73,8 @@ def test_adapters_are_opened_with_their_base(tmp_path: Path) -> None:
     import peft  # here: all who collect tests would wait seconds for it
 
     model = save_model(tmp_path / "base")
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(r=2, target_modules=["o_proj", "down_proj"], task_type="CAUSAL_LM")
-    )
+    adapters = peft.LoraConfig(r=2, target_modules=["o_proj", "down_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, adapters)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
@@ -129,8 +122,12 @@ def test_what_gives_no_text_ends_with_2_and_a_sentence(tmp_path: Path, capsys: p
         assert "Traceback" not in printed.err
 
 
-def test_a_text_ends_with_the_models_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_model(tmp_path)
+def test_a_text_ends_with_the_models_positions_and_a_runs_folder_stands_for_its_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path / "export")
     capsys.readouterr()
-    assert texts(tmp_path, "ab", tokens=500) == texts(tmp_path, "ab", tokens=62)
+    assert texts(tmp_path / "export", "ab", tokens=500) == texts(tmp_path / "export", "ab", tokens=62)
     assert capsys.readouterr().err == "--tokens=500: 62 fit after a prompt of 2 (model: 64 positions)\n"
+    assert main([str(tmp_path), "--prompt=ab", "--tokens=5", "--count=1"]) == 0
+    assert capsys.readouterr().out.startswith("ab")

@@ -39,9 +39,6 @@ def small(folder: Path, *overrides: str) -> Config:
     return load_config(write(folder, SMALL), overrides)
 
 
-# --- what is accepted
-
-
 def test_defaults_and_overrides(tmp_path: Path) -> None:
     words = ["optim.lr=3e-4", "model.architecture.hidden_size=128", "run.name=a=b", "train.steps=2", "train.steps=20"]
     config = small(tmp_path, *words)
@@ -50,9 +47,10 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
     assert config.run.name == "a=b"
     assert config.train.steps == 20
     assert config.train.global_batch == 8
-
-
-def test_numbers_as_people_write_them(tmp_path: Path) -> None:
+    # A quoted number sign is no comment.
+    assert small(tmp_path, "run.dir='runs/a #1'", "run.name=a#1").run == Run(dir="runs/a #1", name="a#1")
+    assert small(tmp_path, "run=dir: 'a: b'").run.dir == "a: b"
+    # Numbers as people write them.
     config = load_config(write(tmp_path, SMALL + "optim: {lr: 1, eps: 1e-9, betas: [0.8, 1e-1]}\nmemory:\n"))
     assert (config.optim.lr, config.optim.eps, config.optim.betas) == (1.0, 1e-9, (0.8, 0.1))
     assert isinstance(config.optim.lr, float)
@@ -96,8 +94,6 @@ def test_a_removed_key_sets_nothing_in_a_file_and_is_refused_as_an_override(tmp_
         path = write(tmp_path, SMALL + f"xla_fsdp1: {{buffer_dtype: {dtype}}}\n")
         assert load_config(path) == load_config(write(tmp_path, SMALL + now))
 
-
-# --- what is refused, in which words: golden/refused.txt
 
 ALL_AT_ONCE = """\
 run:
@@ -170,18 +166,11 @@ def test_the_words_of_a_refusal(tmp_path: Path, assert_golden: Callable[[Path, s
     assert_golden(Path(__file__).parent / "golden/refused.txt", "\n".join(texts))
 
 
-def test_a_quoted_number_sign_is_no_comment(tmp_path: Path) -> None:
-    assert small(tmp_path, "run.dir='runs/a #1'", "run.name=a#1").run == Run(dir="runs/a #1", name="a#1")
-    assert small(tmp_path, "run=dir: 'a: b'").run.dir == "a: b"
-
-
 def test_missing_file_folder_and_bytes(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_bytes(b"a: \xff")
     for name, text in {"b.yaml": "no such file", "": "this is a folder", "c.yaml": "not UTF-8 text"}.items():
         assert text in message(tmp_path / name)
 
-
-# --- data
 
 FILE = {"source": "jsonl", "path": "a.jsonl"}
 
@@ -195,41 +184,27 @@ KEYS: list[dict[str, Any]] = [
 ]
 
 
-def test_data_whose_keys_go_together_survives_being_written_and_read_back() -> None:
+def test_data_survives_being_written_and_read_back_and_a_share_is_told_from_a_name() -> None:
     for data in (Data(**keys) for keys in KEYS):
         assert Data(**data.model_dump(mode="json")) == data
-
-
-def test_a_share_is_told_from_a_name() -> None:
     shares = {"5%": 0.05, "2.5%": 0.025, "50 %": None, "5%.jsonl": None, "train[:5%]": None}
     assert {text: share_held_out(text) for text in shares} == shares
 
 
-# --- sizes
-
-
 SPLITS = [
-    (24, 2, 3, (2, 4, 0)),
-    (12, 1, 5, (1, 3, 3)),
-    (12, 1, 8, (1, 2, 4)),
+    *((24, 2, 3, (2, 4, 0)), (12, 1, 5, (1, 3, 3)), (12, 1, 8, (1, 2, 4))),
     (48, 8, 4, (6, 2, 0)),  # the micro batch shrinks to what a device has
-    (16, 3, 2, (3, 3, 2)),
-    (32, 8, 3, (6, 2, 4)),
-    (7, 7, 1, (7, 1, 0)),
-    (1, 1, 3, (1, 1, 2)),
+    *((16, 3, 2, (3, 3, 2)), (32, 8, 3, (6, 2, 4)), (7, 7, 1, (7, 1, 0)), (1, 1, 3, (1, 1, 2))),
 ]
 """Global batch, micro batch, row shards; rows, accumulation and padding."""
 
 
-def test_a_global_batch_is_split_with_little_padding(tmp_path: Path) -> None:
+def test_a_global_batch_is_split_with_little_padding_and_a_note_of_its_cost(tmp_path: Path) -> None:
     for global_batch, micro_batch, row_shards, (rows, accumulation, padding) in SPLITS:
         config = small(tmp_path, f"train.global_batch={global_batch}", f"train.micro_batch={micro_batch}")
         assert split_batch(config, row_shards) == (rows, accumulation, padding)
         assert rows * accumulation * row_shards == global_batch + padding
         assert bool(split_note(config, row_shards)) == (padding > 0 or rows < micro_batch)
-
-
-def test_padding_is_told_with_its_cost_and_the_way_out(tmp_path: Path) -> None:
     assert split_note(small(tmp_path, "train.global_batch=4", "train.micro_batch=3"), 1) == (
         "train.micro_batch: a step of 4 rows trains 2 micro batches of 2 rows, not of 3"
     )

@@ -15,12 +15,8 @@ from portable_fsdp.optim.own import AdamW
 from portable_fsdp.runtime.errors import ConfigError
 
 SHAPES = {
-    "embed.weight": (10, 4),
-    "norm.weight": (4,),
-    "q.weight": (4, 4),
-    "q.bias": (4,),
-    "scale": (),
-    "experts": (2, 3, 4),
+    **{"embed.weight": (10, 4), "norm.weight": (4,), "q.weight": (4, 4), "q.bias": (4,)},
+    **{"scale": (), "experts": (2, 3, 4)},
 }
 # A large eps and decay: their places in the formula then show.
 ADAMW = Optim(lr=0.01, betas=(0.8, 0.9), eps=0.1, weight_decay=0.5)
@@ -81,7 +77,7 @@ def grouped(*own: dict[str, Any]) -> list[dict[str, Any]]:
     return parameter_groups(SHAPES, Optim.model_validate({"lr": 0.1, "weight_decay": 0.3, "groups": own}))
 
 
-def test_the_first_group_that_matches_counts_and_null_means_as_without() -> None:
+def test_the_first_group_that_matches_counts_and_one_that_takes_nothing_is_refused() -> None:
     assert grouped({"match": "q", "lr": 0.05}, {"match": "*s", "lr": 0.2}) == [
         group(["embed.weight"], 0.3),
         group(["norm.weight", "scale"], 0.0),
@@ -95,9 +91,6 @@ def test_the_first_group_that_matches_counts_and_null_means_as_without() -> None
         group(["norm.weight"], 0.7),
         group(["q.weight", "experts"], 0.3),
     ]
-
-
-def test_a_group_that_takes_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"optim\.groups\[1\]\.match: .*'lm_head' matches nothing"):
         grouped({"match": "q", "lr": 0.2}, {"match": "lm_head", "lr": 0.2})
     with pytest.raises(ConfigError, match=r"optim\.groups\[1\]\.match: '\*bias' matches only parameters of earlier"):
@@ -180,15 +173,8 @@ def test_the_numbers_of_a_compiled_step_are_tensors_that_it_takes_as_inputs(name
     assert [group["lr"] for group in eager.param_groups] == [0.125, 0.125]
 
 
-# ------------------------------------------------------------------------------------ AdamW of a step that is compiled
-
-
 def shared() -> list[dict[str, Any]]:
-    matrix, vector = parameters()
-    return [
-        {"params": [matrix], "weight_decay": 0.5, "lr_share": 1.0},
-        {"params": [vector], "weight_decay": 0.0, "lr_share": 0.25},
-    ]
+    return [one | {"lr_share": share} for one, share in zip(groups(*parameters(), 0.5), (1.0, 0.25), strict=True)]
 
 
 def by_torch() -> torch.optim.AdamW:
@@ -251,14 +237,14 @@ def test_warmup_is_linear_and_ends_at_the_peak(schedule: str) -> None:
     actual = rates(optim(schedule, warmup_steps=4), 20)
     assert actual[:4] == pytest.approx([LR / 4, LR / 2, 3 * LR / 4, LR])
     assert max(actual) == actual[3]
-
-
-@pytest.mark.parametrize(("schedule", "last"), [("constant", LR), ("linear", 0.1), ("cosine", 0.1), ("wsd", 0.1)])
-@pytest.mark.parametrize("warmup", [0, 1, 7, 19])
-def test_the_last_step_has_the_floor(schedule: str, last: float, warmup: int) -> None:
-    config = optim(schedule, warmup_steps=warmup, decay_ratio=0.05)
-    assert learning_rate(config, 20, 20) == pytest.approx(last)
-    assert learning_rate(config, 25, 20) == pytest.approx(last)
+    for warmup in (0, 1, 7, 19):  # the last step, and whatever follows, has the floor
+        config, floor = optim(schedule, warmup_steps=warmup, decay_ratio=0.05), LR if schedule == "constant" else 0.1
+        assert [learning_rate(config, step, 20) for step in (20, 25)] == pytest.approx([floor] * 2), warmup
+    # It is never zero and never rises after warmup.
+    assert all(later <= earlier for earlier, later in pairwise(rates(optim(schedule, warmup_steps=3), 50)[2:]))
+    for warmup, total in ((0, 1), (1, 1), (3, 3), (0, 7), (6, 7)):
+        config = optim(schedule, warmup_steps=warmup, min_lr_ratio=1e-6)
+        assert all(learning_rate(config, step, total) > 0 for step in range(1, total + 3)), (warmup, total)
 
 
 WSD = {**dict.fromkeys(range(5, 31), LR), **{30 + i: LR - 0.04 * i for i in range(1, 11)}}
@@ -271,24 +257,13 @@ SHAPES_OF_DECAY: list[tuple[Optim, int, dict[int, float]]] = [
 ]
 
 
-@pytest.mark.parametrize(("config", "total", "expected"), SHAPES_OF_DECAY)
-def test_the_decay_has_the_shape_of_its_schedule(config: Optim, total: int, expected: dict[int, float]) -> None:
-    assert {step: learning_rate(config, step, total) for step in expected} == pytest.approx(expected)
-
-
-def test_a_share_of_warmup_is_rounded_up_as_by_the_trainer() -> None:
+def test_the_decay_has_the_shape_of_its_schedule_and_a_share_of_warmup_is_rounded_up_as_by_the_trainer() -> None:
+    for config, total, expected in SHAPES_OF_DECAY:
+        assert {step: learning_rate(config, step, total) for step in expected} == pytest.approx(expected), config
     config = optim("linear", warmup_steps="5%")
     for steps in (1, 20, 21, 61):
         assert rates(config, steps) == rates(optim("linear", warmup_steps=math.ceil(0.05 * steps)), steps)
     check_schedule(config, 1)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_it_is_never_zero_and_never_rises_after_warmup(schedule: str) -> None:
-    assert all(later <= earlier for earlier, later in pairwise(rates(optim(schedule, warmup_steps=3), 50)[2:]))
-    for warmup, total in ((0, 1), (1, 1), (3, 3), (0, 7), (6, 7)):
-        config = optim(schedule, warmup_steps=warmup, min_lr_ratio=1e-6)
-        assert all(learning_rate(config, step, total) > 0 for step in range(1, total + 3))
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

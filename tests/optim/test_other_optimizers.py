@@ -34,14 +34,12 @@ def ours(name: str, compiled: bool, **keys: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_adam_and_adafactor_are_torchs_and_transformers(compiled: bool) -> None:
-    pairs: list[tuple[torch.optim.Optimizer, torch.optim.Optimizer]] = [
-        (ours("adam", compiled), torch.optim.Adam(shared(), lr=LR, betas=(0.8, 0.9), eps=0.1)),
-        (
-            ours("adafactor", compiled),
-            transformers.Adafactor(shared(), lr=LR, scale_parameter=False, relative_step=False),
-        ),
-    ]
-    for mine, other in pairs:
+    pairs: dict[str, torch.optim.Optimizer] = {
+        "adam": torch.optim.Adam(shared(), lr=LR, betas=(0.8, 0.9), eps=0.1),
+        "adafactor": transformers.Adafactor(shared(), lr=LR, scale_parameter=False, relative_step=False),
+    }
+    for name, other in pairs.items():
+        mine = ours(name, compiled)
         for optimizer in (mine, other):
             take_steps(optimizer, 20, lr=LR)
         for actual, expected in zip(in_groups(mine), in_groups(other), strict=True):
@@ -98,9 +96,8 @@ def test_muons_update_is_nearly_orthogonal(shape: tuple[int, int]) -> None:
 
 
 def test_muon_takes_matrices_but_no_embedding_and_no_head() -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, vocab_size=20
-    )
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, vocab_size=20)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     tables = table_weights(model)
@@ -142,8 +139,6 @@ def test_a_step_that_is_skipped_leaves_no_trace(name: str, compiled: bool) -> No
     torch.testing.assert_close(trained("01200340"), trained("1234"), rtol=1e-6, atol=1e-7)
 
 
-# -------------------------------------------------------------------------------------------------------- optim.factory
-
 FACTORIES = "own_optimizers"
 
 
@@ -175,26 +170,20 @@ def test_a_factory_that_cannot_train_is_refused(name: str) -> None:
         make_optimizer(Optim(factory=name))
 
 
-def test_the_example_of_the_page_is_taken(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/optimizers.md").read_text()
-    (tmp_path / "mine.py").write_text(page.partition("```python\n")[2].partition("```")[0])
-    (tmp_path / "run.yaml").write_text(
-        "model: {pretrained: folder}\ntrain: {steps: 1}\noptim: {factory: mine:SignSGD}\n"
-    )
-    config = load_config(tmp_path / "run.yaml")
-    for compiled in (False, True):
-        take_steps(make_optimizer(config.optim)(shared(), compiled), lr=LR)
-
-
 def test_a_factory_without_decay_trains_where_none_is_asked_for() -> None:
     make_optimizer(Optim(factory=f"{FACTORIES}:NoDecay", weight_decay=0.0))
 
 
-def test_a_factory_lies_beside_the_config(tmp_path: Path) -> None:
+def test_a_factory_lies_beside_the_config_and_the_example_of_the_page_is_taken(tmp_path: Path) -> None:
+    run = "model: {pretrained: folder}\ntrain: {steps: 1}\noptim: {factory: %s}\n"
+    page = (Path(__file__).parents[2] / "docs/optimizers.md").read_text()
+    (tmp_path / "mine.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    (tmp_path / "run.yaml").write_text(run % "mine:SignSGD")
+    config = load_config(tmp_path / "run.yaml")
+    for compiled in (False, True):
+        take_steps(make_optimizer(config.optim)(shared(), compiled), lr=LR)
     (tmp_path / "beside_the_config.py").write_text("import torch\n\ndef sgd(groups, lr)\n    pass\n")
-    (tmp_path / "run.yaml").write_text(
-        "model: {pretrained: folder}\ntrain: {steps: 1}\noptim: {factory: beside_the_config:sgd}\n"
-    )
+    (tmp_path / "run.yaml").write_text(run % "beside_the_config:sgd")
     config = load_config(tmp_path / "run.yaml")
     with pytest.raises(ConfigError, match=r"(?s)SyntaxError: expected ':'.*beside_the_config\.py:3"):
         make_optimizer(config.optim)

@@ -39,9 +39,8 @@ class Result(NamedTuple):
 
 def write_config(folder: Path) -> Path:
     """A small model on a text of its own; returns the file."""
-    (folder / "corpus.txt").write_text(
-        "".join(f"{n} times {n} is {n * n}, and the quick brown fox. " for n in range(900))
-    )
+    text = "".join(f"{n} times {n} is {n * n}, and the quick brown fox. " for n in range(900))
+    (folder / "corpus.txt").write_text(text)
     sections = {**CONFIG, "data": {**CONFIG["data"], "path": f"{folder}/corpus.txt"}, "run": {"dir": f"{folder}/run"}}
     (folder / "run.yaml").write_text(yaml.safe_dump(sections))
     return folder / "run.yaml"
@@ -55,37 +54,25 @@ def planted(fault: str) -> Any:
 
 def certified(folder: Path, *words: str) -> Result:
     """What the command says of the config."""
-    out = io.StringIO()
+    out, words = io.StringIO(), (str(write_config(folder)), "--device=cpu", f"--out={folder}/out", *words)
     with planted(""), contextlib.redirect_stdout(out):
-        code = parity(
-            [str(write_config(folder)), "--device=cpu", f"--out={folder}/out", *words], worker="faulty_worker"
-        )
+        code = parity([*words], worker="faulty_worker")
     return Result(Certificate.model_validate_json((folder / "out/certificate.json").read_bytes()), code, out.getvalue())
 
 
 def rows(on: str, names: list[str]) -> Iterator[tuple[bool, str]]:
     """Whether the fault was named, and a row of the table. One process group runs all faults: a start takes longer."""
-    first, other = ((engine, int(number)) for engine, number in (place.split(":") for place in on.split(",")))
-    with TemporaryDirectory() as folder, planted(f"{other[0]}:{other[1]}:{','.join(names)}"):
+    words = [place.split(":") for place in on.split(",")]
+    places = [Place(device="cpu", engine=engine, devices=int(number)) for engine, number in words]
+    with TemporaryDirectory() as folder, planted(f"{places[1]}:{','.join(names)}"):
         config = load_config(write_config(Path(folder)))
         task = RunTask(config=config.model_dump_json(), steps=20, records=True)
-        reference, *wrong = (
-            record
-            for (engine, devices), count in ((first, 1), (other, len(names)))
-            for record in run_place(
-                PlaceTask(
-                    place=Place(device="cpu", engine=engine, devices=devices),
-                    runs=[task] * count,
-                    module="faulty_worker",
-                )
-            )
-        )
+        runs = zip(places, (1, len(names)), strict=True)
+        tasks = [PlaceTask(place=place, runs=[task] * count, module="faulty_worker") for place, count in runs]
+        reference, *wrong = (record for each in tasks for record in run_place(each))
     for name, record in zip(names, wrong, strict=True):
         differs, culprit = deviation(config, reference, record), find_culprit(reference, record, 1e-5)
         is_named = culprit is not None and FAULTS[name].is_named(culprit)
-        said = (
-            f"{culprit.what} (step {culprit.step}: {culprit.relative:.0e}, before {culprit.before:.0e})"
-            if culprit
-            else ""
-        )
+        size = f"{culprit.relative:.0e}, before {culprit.before:.0e}" if culprit else ""
+        said = f"{culprit.what} (step {culprit.step}: {size})" if culprit else ""
         yield is_named, f"| {name} | {max(differs.losses):.0e} | {differs.first_step or 'none'} | {said} | {is_named} |"

@@ -83,7 +83,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert Path("runs/demo/trackers/tensorboard.json").is_file()
 
 
-def test_damaged_lines_are_left_out_and_counted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_lines_are_counted_and_the_newest_samples_kept(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 41, "loss"\n[1, 2]\n{"loss": 1}\n{"step": 42, "lo')  # torn
     with (run / "events.jsonl").open("ab") as file:
@@ -93,9 +93,6 @@ def test_damaged_lines_are_left_out_and_counted(run: Path, capsys: pytest.Captur
     out = capsys.readouterr().out
     assert "4 damaged lines were left out: metrics.jsonl, events.jsonl" in out
     assert "40 of 40" in out
-
-
-def test_the_newest_samples_are_kept(run: Path) -> None:
     (run / "samples.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)), encoding="utf-8")
     assert [sample["step"] for sample in read_run(run).samples] == [*range(950, 1000)]
 
@@ -110,7 +107,7 @@ DAMAGE = {
 }
 
 
-def test_a_line_that_is_no_record_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_and_configs_that_no_run_wrote_are_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run), "--markdown"]) == 0
     before = capsys.readouterr().out
     for name, lines in DAMAGE.items():
@@ -120,9 +117,6 @@ def test_a_line_that_is_no_record_is_left_out(run: Path, capsys: pytest.CaptureF
             assert main([str(run), "--markdown"]) == 0
             assert capsys.readouterr().out == before + f"\n1 damaged line was left out: {name}\n", line
         (run / name).write_text(whole, encoding="utf-8")
-
-
-def test_a_config_that_no_run_wrote_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text in (": [", "a: &a [*a]", "!!python/object/apply:os.getpid []", "\0"):
         (run / "config.yaml").write_text(text, encoding="utf-8")
         assert read_run(run).config == {}, text
@@ -178,8 +172,6 @@ def test_a_long_curve_keeps_its_ends_and_extremes() -> None:
     assert (kept_y.max(), kept_y.min()) == (50, -50)
     np.testing.assert_array_equal(y[kept_x.astype(int)], kept_y)
 
-
-# -------------------------------------------------------------------------------------------------- in a real browser
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -81,7 +81,6 @@ def test_a_tracker_follows_a_run_that_is_killed_and_resumes(run: Path, capsys: p
 
 def test_a_disk_without_room_ends_the_tracker_with_a_sentence(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=400)
-
     # In the child itself: a fork of this process, which may hold threads of JAX, is not safe.
     small_files = (
         "import os, resource, signal, sys; "

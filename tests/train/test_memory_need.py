@@ -18,8 +18,10 @@ from portable_fsdp.train.memory_need import MemoryNeed, Room, check_memory, memo
 
 GIB = 2**30
 NEED = MemoryNeed(parameters=2**30, trained=2**30, weights=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB)
-HUGE = ARCHITECTURE | {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 32}
-HUGE |= {"num_attention_heads": 64, "num_key_value_heads": 64}
+HUGE = {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 65536, "intermediate_size": 262144} | {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 64,
+}
 
 
 def config(**sections: Any) -> Config:

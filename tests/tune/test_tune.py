@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -25,6 +25,7 @@ from portable_fsdp.tune.processes import Runner
 from portable_fsdp.tune.search import Axis, climb
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+FLAGS = ("--device=cpu", "--backend=native")
 WORKER = Path(__file__).with_name("failing_worker.py")
 CONFIG = """
 run: {dir: DIR/run}
@@ -47,7 +48,7 @@ def written(folder: Path) -> Path:
 @pytest.mark.timeout(600)
 def test_a_candidate_that_fails_is_a_row_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path)
-    words = [f"--config={path}", "--device=cpu", "--backend=native", "--minutes=3", "sharding.strategy=NO_SHARD"]
+    words = [f"--config={path}", *FLAGS, "--minutes=3", "sharding.strategy=NO_SHARD"]
     assert main(words, worker="failing_worker") == 0
     table = capsys.readouterr().out
     for reason in ("out of memory", "no kernel for this graph", "not finished after", "losses differ by", "is nan"):
@@ -62,14 +63,9 @@ def test_a_candidate_that_fails_is_a_row_with_its_reason(tmp_path: Path, capsys:
 @pytest.mark.timeout(300)
 def test_processes_of_torchrun_run_candidates_together(tmp_path: Path) -> None:
     """Each process runs its part of a candidate, as on several hosts. One of them runs out of memory."""
-    path = written(tmp_path)
-    words = [f"--config={path}", "--device=cpu", "--backend=native", "--minutes=0.7", "sharding.strategy=NO_SHARD"]
-    run = subprocess.run(
-        [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node=2", str(WORKER), *words],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node=2", str(WORKER)]
+    words = [f"--config={written(tmp_path)}", *FLAGS, "--minutes=0.7", "sharding.strategy=NO_SHARD"]
+    run = subprocess.run([*torchrun, *words], capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr
     tuned = (tmp_path / "small.tuned.yaml").read_text()
     assert "measured on 2 x cpu, backend native:" in tuned
@@ -81,10 +77,8 @@ def test_processes_of_torchrun_run_candidates_together(tmp_path: Path) -> None:
 @pytest.mark.proof
 @pytest.mark.timeout(200)
 def test_ctrl_c_ends_it_with_what_was_measured(tmp_path: Path) -> None:
-    words = [f"--config={written(tmp_path)}", "--device=cpu", "--backend=native", "--num_devices=2"]
-    tune = subprocess.Popen(
-        [sys.executable, "-m", "portable_fsdp.tune", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "portable_fsdp.tune", f"--config={written(tmp_path)}", *FLAGS, "--num_devices=2"]
+    tune = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert tune.stderr is not None
     assert next(tune.stderr).startswith("1: ")
     assert next(tune.stderr).endswith(" s a step\n")
@@ -102,16 +96,20 @@ def test_ctrl_c_ends_it_with_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for word, message in {
         "--minutes=0.01": "--minutes=0.01 is less than one candidate needs",
         "--minutes=0": "--minutes=0 is less than one candidate needs",
         "--device=cuda": "For devices that aren't here: python -m portable_fsdp.plan",
     }.items():
-        assert main([f"--config={written(tmp_path)}", "--device=cpu", "--backend=native", word]) == 2
+        assert main([f"--config={written(tmp_path)}", *FLAGS, word]) == 2
         error = capsys.readouterr().err
         assert message in error
         assert "Traceback" not in error
+    monkeypatch.setattr(tune, "resolve", lambda *_: ("tpu", "xla"))
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "one,two")
+    assert main([f"--config={written(tmp_path)}"]) == 2
+    assert "expected the TPUs of one host, found a slice of 2 hosts" in capsys.readouterr().err
 
 
 def test_the_climb_finds_the_fastest_of_a_grid_in_few_measurements() -> None:
@@ -196,9 +194,8 @@ class TimesByRule:
                     seconds = 0.35 if number == 1 else 0.2
                 case _:
                     seconds -= 0.01 * (strategy == "SHARD_GRAD_OP")
-        return PlaceRecord(
-            place=task.place, device_name="cpu", versions={}, losses=[1.0] * 7, cpu_seconds=[seconds] * 7
-        )
+        measured: dict[str, Any] = {"device_name": "cpu", "losses": [1.0] * 7, "cpu_seconds": [seconds] * 7}
+        return PlaceRecord(place=task.place, versions={}, **measured)
 
 
 def tuned(path: Path, config: Config, devices: int) -> Tuner:
@@ -226,15 +223,6 @@ def test_candidates_near_the_fastest_are_measured_three_times_and_the_fastest_is
     assert load_config(tuner.file) == with_settings(given, best.settings)
 
 
-def test_a_slice_of_several_hosts_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tune, "resolve", lambda *_: ("tpu", "xla"))
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "one,two")
-    assert main([f"--config={written(tmp_path)}"]) == 2
-    assert "expected the TPUs of one host, found a slice of 2 hosts" in capsys.readouterr().err
-
-
 def test_a_file_that_cant_be_written_doesnt_end_the_tuning(tmp_path: Path) -> None:
     path = written(tmp_path)
     path.with_suffix(".tuned.yaml").mkdir()
@@ -250,8 +238,7 @@ def test_a_run_of_few_steps_of_an_own_model(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "own_images.py").write_text(code.replace("depth: int = 4", "depth: int = 1"))
     path = tmp_path / "own.yaml"
     path.write_text((EXAMPLES / "image_classifier.yaml").read_text().replace("image_classifier:", "own_images:"))
-    words = [f"--config={path}", "--device=cpu", "--backend=native", "train.steps=1", "optim.warmup_steps=0"]
-    words += [f"run.dir={tmp_path / 'run'}"]
+    words = [f"--config={path}", *FLAGS, "train.steps=1", "optim.warmup_steps=0", f"run.dir={tmp_path / 'run'}"]
     code, shown = main([*words, "--minutes=0.25"]), capsys.readouterr()
     if "Give it more." in shown.err:  # a busy machine
         code, shown = main([*words, "--minutes=3"]), capsys.readouterr()
