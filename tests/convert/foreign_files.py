@@ -15,8 +15,6 @@ HERE = Path(__file__).parent
 FILES = sorted((HERE / "samples").iterdir())
 REST = ("model.pretrained=folder", "train.steps=100", "train.global_batch=64")
 """Options that files of other tools need not set."""
-
-
 LAUNCHED_WORDS = """
     ACCELERATE_MIXED_PRECISION=no ACCELERATE_USE_CPU=False ACCELERATE_DYNAMO_BACKEND=NO ACCELERATE_DYNAMO_MODE=default
     ACCELERATE_DYNAMO_USE_FULLGRAPH=False ACCELERATE_USE_FSDP=true FSDP_VERSION=1 FSDP_SHARDING_STRATEGY=FULL_SHARD

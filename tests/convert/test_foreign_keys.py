@@ -118,10 +118,7 @@ def test_each_tool_reads_those_keys_that_its_sources_read() -> None:
     text = "".join((folder / name).read_text() for name in ("training_args.py", "trainer.py", "integrations/tpu.py"))
     keys = set(re.findall(r'(?<!xla_)fsdp_config(?:\.get\(\s*|\.setdefault\(|\[)"(\w+)"', text))
     assert names_read_by(BY_TRAINER) == keys - {"xla_fsdp_settings"}
-
-
-def test_what_eval_steps_takes_where_nothing_is_set_is_trainers_default() -> None:
-    text = (package("transformers") / "training_args.py").read_text()
+    # Trainer's default is what eval_steps takes where nothing is set.
     assert re.findall(r"\blogging_steps: float = field\(\s*default=(\d+)", text) == [str(LOGGING_STEPS)]
 
 
@@ -141,9 +138,6 @@ def test_rows_are_well_formed() -> None:
             assert not re.search(r"[a-z]\.\w+=", outcome.fix), "`override` names an option that lifts the refusal"
     facts = {name for row in TABLE.keys for outcome in (row, *row.words.values()) for name in outcome.options}
     assert [name for name in TABLE.unused if name not in facts] == []
-
-
-# --------------------------------------------------------------------------------------------------- values
 
 
 VALUES = {
@@ -182,9 +176,6 @@ def test_flags_are_taken_in_all_of_accelerates_words(tmp_path: Path) -> None:
         for section in (f"{FSDP}: {{fsdp_reshard_after_forward", f"{XLA}: {{reshard_after_forward"):
             theirs.write_text(f"distributed_type: FSDP\nfsdp_version: 2\nxla: true\n{section}: {word}}}\n")
             assert read(theirs).config.sharding.strategy == strategy, (section, word)
-
-
-# --------------------------------------------------------------------------------------------------- what is refused
 
 
 OVERRIDES: dict[str, object] = yaml.safe_load("""

@@ -6,11 +6,10 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import packaging
 import pytest
@@ -59,14 +58,9 @@ def examine(site: Path | None, command: list[str] = COMMAND, **variables: str) -
     assert done.stdout, done.stderr
     report = json.loads(done.stdout)
     assert report["exit_code"] == done.returncode
-    return done.returncode, by_name(report)
-
-
-def by_name(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    lines = {line["name"]: line for line in report["checks"]}
-    for line in lines.values():
+    for line in report["checks"]:
         assert (line["mend"] == "") == (line["state"] == "ok"), line
-    return lines
+    return done.returncode, {line["name"]: line for line in report["checks"]}
 
 
 def test_without_packages(site: Path) -> None:
@@ -75,12 +69,8 @@ def test_without_packages(site: Path) -> None:
     code, lines = examine(site)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert code == 1
-    assert lines["packages"] == {
-        "name": "packages",
-        "state": "failed",
-        "found": "packaging is not installed",
-        "mend": "pip install 'portable-fsdp'",
-    }
+    packages = {"state": "failed", "found": "packaging is not installed", "mend": "pip install 'portable-fsdp'"}
+    assert lines["packages"] == {"name": "packages", **packages}
     assert lines["extras"]["state"] == "warning"
     assert lines["engines"]["state"] == "failed"
     assert lines["engines"]["found"].endswith("is not installed")
@@ -94,8 +84,6 @@ NEEDS = (
     *("tqdm; extra == 'mac' and platform_system == 'Darwin'", "tqdm; platform_system == 'Darwin'"),
 )
 EXTRAS = ("xla", "plan", "torchtpu", "mac", "none")
-
-
 OF_XLA = "jax 0.9.2 (needs ==0.7.1), torch 2.8.1+cu128 (needs ==2.9.0)"
 LACKING = "torchtpu lacks torch_tpu; mac lacks tqdm; none not for this machine"
 VERSIONS = {
@@ -128,11 +116,9 @@ def test_versions(site: Path, case: str) -> None:
         install(site, name, version)
     _, lines = examine(site)
     assert (lines["packages"]["found"], lines["extras"]["found"]) == (packages, extras)
-    is_wrong = case == "wrong"
-    assert lines["packages"]["state"] == ("failed" if is_wrong else "ok")
-    assert (lines["extras"]["state"], lines["extras"]["mend"]) == (
-        ("warning", "pip install 'portable-fsdp[xla]'") if is_wrong else ("ok", "")
-    )
+    wrong = ("failed", "warning", "pip install 'portable-fsdp[xla]'")
+    states = (lines["packages"]["state"], lines["extras"]["state"], lines["extras"]["mend"])
+    assert states == (wrong if case == "wrong" else ("ok", "ok", ""))
 
 
 def test_the_report_in_words(site: Path) -> None:
@@ -170,8 +156,7 @@ def test_processes_of_a_launch_meet_in_this_environment() -> None:
     assert code == int(any(line["state"] == "failed" for line in lines.values()))
 
 
-# ------------------------------------------- causes that can't be had here (a GPU, a chip), and engines in a child
-
+# Causes that can't be had here (a GPU, a chip).
 CHIPS = [Path("/dev/accel0"), Path("/dev/accel1")]
 WORKERS = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b"}
 
@@ -206,19 +191,13 @@ FINDINGS: list[tuple[Callable[[], Finding], str, str]] = [
 ]
 
 
-def test_findings() -> None:
+def test_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for check, state, text in FINDINGS:
         finding = checked(check)
         assert (finding.state, finding.mend == "") == (state, state == "ok"), finding
         assert text in finding.found
-
-
-def test_a_chip_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed", lambda _: None)
     assert tpu(CHIPS)() == ("failed", "2 chip(s), but no engine", "pip install '.[tpu]'")
-
-
-def test_device_files_of_chips(tmp_path: Path) -> None:
     (tmp_path / "vfio").mkdir()
     for name in ("accel0", "accel1", "accelerator", "vfio/0", "vfio/vfio", "vfio/devices"):
         (tmp_path / name).touch()
@@ -230,9 +209,8 @@ def test_who_holds_a_chip_is_named(tmp_path: Path) -> None:
     chip.touch()
     assert doctor.check_tpu_is_free([chip], lock).state == "ok"
     program = "import sys; file = open(sys.argv[1]); print(flush=True); sys.stdin.read()"
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(chip)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as holder:
+    command, pipe = [sys.executable, "-c", program, str(chip)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
         finding = doctor.check_tpu_is_free([chip], lock)
@@ -255,19 +233,17 @@ def finding(worker: Worker, limit_s: float, count: int = 1) -> Finding:
     return doctor._wait(worker, spec_of("native").packages["cpu"], Launch("variables", world_size=count), limit_s)
 
 
-@pytest.mark.parametrize(
-    ("source", "limit_s", "text"),
-    [
-        ("raise ImportError('libcudart.so.12: cannot open\\nmore')", 60, "ImportError: libcudart.so.12: cannot open"),
-        ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", 60, "signal SIGSEGV"),
-        ("import os, sys\nos.write(2, b'a\\nb: lost\\n  note')\nos._exit(1)", 60, "b: lost"),
-        ("import time\ntime.sleep(1000)", 0.5, "not open after 0.5 s"),
-    ],
-    ids=["raises", "crashes", "exits", "hangs"],
-)
-def test_a_torch_that_breaks_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, limit_s: float, text: str
-) -> None:
+BROKEN = {
+    "ImportError: libcudart.so.12: cannot open": "raise ImportError('libcudart.so.12: cannot open\\nmore')",
+    "signal SIGSEGV": "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)",
+    "b: lost": "import os, sys\nos.write(2, b'a\\nb: lost\\n  note')\nos._exit(1)",
+    "not open after 0.5 s": "import time\ntime.sleep(1000)",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_torch_that_breaks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    source, limit_s = BROKEN[text], 0.5 if "0.5" in text else 60
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -284,8 +260,7 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
     with began(60) as worker:
         wrong = finding(worker, 60)
-    assert wrong.state == "failed"
-    assert "ib7" in wrong.found
+    assert (wrong.state, "ib7" in wrong.found) == ("failed", True), wrong
     assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME unset or an interface (here: lo" in wrong.mend
 
 

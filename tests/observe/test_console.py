@@ -76,12 +76,9 @@ def test_imbalance_of_processes_is_the_greatest_over_the_median() -> None:
     step = replace(STEP, process_seconds=(2.0, 6.0, 1.0), process_own_seconds=(1.0, 3.0, 1.0))
     step = replace(step, process_data_seconds=(0.0, 0.5, 0.0), process_memory_bytes=(nan, 5.0, 5.0))
     assert processes_row(step, ["host1", "host1", "host2"]) == {
-        "seconds": (2.0, 6.0, 1.0),
-        "own_seconds": (1.0, 3.0, 1.0),
-        "data_seconds": (0.0, 0.5, 0.0),
-        "memory_bytes": (nan, 5.0, 5.0),
+        **{"seconds": (2.0, 6.0, 1.0), "own_seconds": (1.0, 3.0, 1.0), "data_seconds": (0.0, 0.5, 0.0)},
+        **{"memory_bytes": (nan, 5.0, 5.0), "memory_imbalance": None},
         "seconds_imbalance": 3.0,  # over the mean it would be 2
-        "memory_imbalance": None,
         "host_imbalance": pytest.approx(4 / 3),  # 2 s and 1 s, and 1.5 s between them
     }
     two = replace(STEP, process_memory_bytes=(1.0, 3.0), process_own_seconds=(1.0, 1.0))

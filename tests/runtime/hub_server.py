@@ -49,15 +49,12 @@ class Hub:
         if kind == "revision":
             return 200, {}, json.dumps({"id": repo, "sha": COMMIT, "siblings": []}).encode()
         if kind == "tree":
-            return 200, {}, json.dumps([_entry(self.repos[repo], file) for file in _files(self.repos[repo])]).encode()
+            files = sorted(path for path in self.repos[repo].rglob("*") if path.is_file())
+            return 200, {}, json.dumps([_entry(self.repos[repo], file) for file in files]).encode()
         if repo in self.gated:
             return 403, {"X-Error-Code": "GatedRepo"}, b"Access to this model is restricted"
         content = (self.repos[repo] / "/".join(parts[4:])).read_bytes()
         return 200, {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": COMMIT}, content
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _entry(folder: Path, file: Path) -> dict[str, Any]:

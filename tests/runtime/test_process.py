@@ -111,22 +111,16 @@ print(number.value)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own")
-@pytest.mark.parametrize(
-    ("run", "code", "output"),
-    [
-        (None, 0, "0"),  # a plain start: the shell that made it may end
-        ("some-id", 0, "9"),  # torchrun's worker
-        (f"{OUR_RUNS}{os.getpid()}", 0, "9"),  # our own
-        (f"{OUR_RUNS}1", -signal.SIGKILL, ""),  # whose agent ended while Python started
-    ],
-    ids=["plain", "torchrun", "our own", "too late"],
-)
-def test_a_worker_ends_with_its_agent(run: str | None, code: int, output: str) -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
-    if run is not None:
-        environ["TORCHELASTIC_RUN_ID"] = run
-    done = subprocess.run([sys.executable, "-c", ASK_THE_KERNEL], env=environ, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (code, output)
+def test_a_worker_ends_with_its_agent() -> None:
+    for run, code, output in (
+        ({}, 0, "0"),  # a plain start: the shell that made it may end
+        ({"TORCHELASTIC_RUN_ID": "some-id"}, 0, "9"),  # torchrun's worker
+        ({"TORCHELASTIC_RUN_ID": f"{OUR_RUNS}{os.getpid()}"}, 0, "9"),  # our own
+        ({"TORCHELASTIC_RUN_ID": f"{OUR_RUNS}1"}, -signal.SIGKILL, ""),  # whose agent ended while Python started
+    ):
+        environ = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"} | run
+        done = subprocess.run([sys.executable, "-c", ASK_THE_KERNEL], env=environ, capture_output=True, text=True)
+        assert (done.returncode, done.stdout.strip()) == (code, output), run
 
 
 STOPPED_AS_IT_OPENS_ITS_CONFIG = """
