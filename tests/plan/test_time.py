@@ -205,7 +205,7 @@ WALKS: dict[str, tuple[list[str], float, float, float, float]] = {  # lines, sec
     "a synchronous collective stops compute": ([A, B, TEXT_OF_GATHER, RUN], 1.0, 0.0, 3.0, 3000),
     "start and done of the plain form": ([A, B, START, RUN, DONE], 1.0, 0.0, 2.0, 0),
     # An asynchronous one is waited for only where its end comes too early.
-    **{f"{n} products beside it": ([A, B, BEGIN, *[RUN] * n, END], n, 0.0, max(3.0 - n, 0.0), 0) for n in (1, 2, 3, 4)},
+    **{f"{n} beside it": ([A, B, BEGIN, *[RUN] * n, END, RUN], n + 1, 0.0, max(3.0 - n, 0.0), 0) for n in (1, 2, 3, 4)},
     "what follows on one link waits for it": ([A, B, BEGIN, MORE, RUN], 1.0, 0.0, 5.0, 0),  # two gathers of 3 s
     "a loop counts as often as it turns": ([TURNING], 7.0, 0.0, 21.0, 21000),
     "of a table only the rows that are taken": ([TABLE, ROW, TAKE], 0.0, 0.008, 0.0, 0),
