@@ -352,7 +352,7 @@ class Backend(Closing):
         if self._peers is not None:
             self._peers.watch(watchdog)
         elif self.process.count > 1:
-            watchdog.note("", LONG_S)
+            watchdog.note("", LONG_S, waits=self.process.index != 0)
 
     def lost_connection(self, error: BaseException) -> str | None:
         """Return which process is lost, and why, for an error of the network; None for another error."""

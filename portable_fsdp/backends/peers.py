@@ -44,7 +44,6 @@ JOINING_ROUND_S = 0.1  # between two heartbeats until all processes have joined
 LONGEST_ROUND_S = 5.0
 ROUNDS = 6  # heartbeats that fit into the timeout, at least
 STORE_ANSWER_S = 5.0
-WAITERS_S = 2.0  # more than a watchdog's poll
 RESTART_NOTE = "  All processes end with exit code 1, so that their launcher restarts them from the last checkpoint."
 
 _MAX_BYTES = 1 << 20
@@ -292,13 +291,9 @@ class Peers:
             behind = _behind(beats)
             self._waits_s = max(beat.limit_s for beat in behind.values())
             self._waits_for = [str(index) for index in behind if len(behind) < len(beats)]
-            self._watchdog.note(furthest_behind(beats), self._least_s(self._waits_s, self._waits_for))
+            self._watchdog.note(furthest_behind(beats), self._waits_s, waits=bool(self._waits_for) and 0 not in behind)
         elif self._watchdog and (beat := self._peers[0].beat):
-            self._watchdog.note("", self._least_s(beat.waits_s, beat.waits_for))
-
-    def _least_s(self, waits_s: int, waits_for: list[str]) -> float:
-        """The limit of this process: later than that of one for which it waits, so that the latter is named."""
-        return waits_s + (WAITERS_S if waits_for and str(self._index) not in waits_for else 0.0)
+            self._watchdog.note("", beat.waits_s, waits=str(self._index) not in beat.waits_for)
 
     def _own(self) -> Heartbeat:
         waits = {"waits_s": self._waits_s, "waits_for": self._waits_for}

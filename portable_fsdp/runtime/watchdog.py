@@ -42,6 +42,9 @@ _BYTES = 4096
 _HUNG = 1
 """The last byte of the shared memory, once the process is to be killed."""
 _POLL_S = 0.5
+_WAITERS_S = 2.0
+"""Limit of a process that waits for others, beyond that of these: they are named. Processes other than the first wait
+until they know more, so that they don't name themselves when all stand still."""
 _STACKS_S = 3.0  # for the stacks to be written
 _FIRST_S, _OTHERS_S = 2.0, 6.0
 """Until process 0, and then the others, are killed: all have written their stacks, and only process 0 knows who is
@@ -67,7 +70,7 @@ class Watchdog(Closing):
         self._kinds = set[Hashable]([None])
         self._began, self._apart_s, self._step, self.phase = 0.0, 0.0, 0, 0
         self.began = time.time()
-        self.what, self._behind = "", ("", 0.0)
+        self.what, self._behind, self._waits = "", ("", 0.0), process != 0
         self.limit_s: float = LONG_S
         self.steps = self.parts = 0  # finished since the start; parts of checkpoints
         self.record: Callable[[], bytes] = bytes
@@ -146,13 +149,13 @@ class Watchdog(Closing):
                 time.sleep(_POLL_S)
         self.phase, self.what = self.phase + 1, what
         self.limit_s = limit_s if self._timeout_s == "auto" else float(self._timeout_s)
-        self.note(*self._behind)
+        self.note(*self._behind, waits=self._waits)
 
-    def note(self, behind: str, least_s: float) -> None:
-        """Say which process is behind, and how long this one may wait for it at least."""
-        self._behind = behind, least_s
+    def note(self, behind: str, least_s: float, *, waits: bool) -> None:
+        """Say which process is behind, how long this one may wait for it at least, and whether it does."""
+        self._behind, self._waits = (behind, least_s), waits
         state = {"phase": self.phase, "what": self.what, "step": self._step, "behind": behind[:2000]}
-        line = json.dumps({**state, "limit": max(self.limit_s, least_s)}).encode()
+        line = json.dumps({**state, "limit": max(self.limit_s, least_s), "later": _WAITERS_S * waits}).encode()
         with suppress(ValueError):  # closed
             self._shared[: len(line) + 1] = line + b"\n"
 
@@ -194,7 +197,7 @@ def main(
         if state and state["phase"] != last:
             last, waited_s = state["phase"], 0.0
         waited_s += min(time.monotonic() - began, 2 * _POLL_S)
-        if state and waited_s >= state["limit"]:
+        if state and waited_s >= state["limit"] + state["later"]:
             with suppress(OSError):  # the thread may have failed
                 os.write(record, b"1")
             shared[-1] = _HUNG

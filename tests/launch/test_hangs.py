@@ -38,7 +38,8 @@ def slow(file, fsync=os.fsync):
 user_exits.exits, user_exits.BEGUN, os.fsync = hang, 0, slow
 """
 MORE = [
-    *("run.step_timeout_s=10", "model.factory=hangs:Model", "train.task=hangs:task", "optim={lr: 0.01}"),
+    *("run.step_timeout_s=10", "run.peer_timeout_s=18"),  # heartbeats every 3 s
+    *("model.factory=hangs:Model", "train.task=hangs:task", "optim={lr: 0.01}"),
     *("data={factory: 'hangs:data', eval_split: test}", "train.steps=16", "train.eval_every=8", "train.log_every=1"),
     *("train.micro_batch=1", "checkpoint.every=4"),
 ]
