@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from portable_fsdp.train.build import open_batches as open_batches
     from portable_fsdp.train.build import open_checkpoints as open_checkpoints
     from portable_fsdp.train.build import shard as shard
+    from portable_fsdp.train.build import shard_model as shard_model
     from portable_fsdp.train.build import total_steps as total_steps
     from portable_fsdp.train.step import train_step as train_step
 
@@ -38,7 +39,15 @@ _HOMES = {
     "models.build": ("build_model",),
     "optim.optimizer": ("learning_rate",),
     "runtime.command": ("errors_as_sentences",),
-    "train.build": ("build_evaluator", "build_training", "open_batches", "open_checkpoints", "shard", "total_steps"),
+    "train.build": (
+        "build_evaluator",
+        "build_training",
+        "open_batches",
+        "open_checkpoints",
+        "shard",
+        "shard_model",
+        "total_steps",
+    ),
     "train.step": ("train_step",),
 }
 

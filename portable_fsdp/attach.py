@@ -4,8 +4,9 @@ What a step needs travels in `ShardPolicy` and `Training`. Attributes remain whe
 ours with nothing but a module or an optimizer; each function says which. tests/test_layering.py keeps others away.
 """
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -97,3 +98,19 @@ def skipping_if(found_inf: Tensor, optimizer: torch.optim.Optimizer) -> Generato
         yield
     finally:
         del cast(Any, optimizer).found_inf  # else it would apply to the user's own steps too
+
+
+def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
+    """Let `optimizer.step()` call `step(optimizer)`: the user's loop calls the optimizer that it holds. A bound method,
+    which torch's schedulers wrap."""
+    cast(Any, optimizer).step = MethodType(step, optimizer)
+
+
+@contextmanager
+def other_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Generator[None]:
+    """Context in which torch's step, which takes nothing but the optimizer, sees `groups`."""
+    before, optimizer.param_groups = optimizer.param_groups, groups
+    try:
+        yield
+    finally:
+        optimizer.param_groups = before

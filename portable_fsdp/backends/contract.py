@@ -7,7 +7,7 @@ contract (C1 to C7) against every backend.
 
 import resource
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec
 from portable_fsdp.optim.counting import MakeOptimizer
-from portable_fsdp.runtime.errors import Closing, ConfigError
+from portable_fsdp.runtime.errors import BackendError, Closing, ConfigError
 from portable_fsdp.runtime.host import host_memory_bytes
 from portable_fsdp.runtime.watchdog import LONG_S, Watchdog
 
@@ -214,12 +214,24 @@ class Backend(Closing):
         """
 
     @abstractmethod
-    def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Build the optimizer of the sharded model; `groups` name parameters by FQN under `params`.
+    def build_optimizer(
+        self, make: MakeOptimizer, groups: list[dict[str, Any]], model: nn.Module
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer of a sharded model; `groups` name its parameters by FQN under `params`.
 
         Allocates all state at once as zeros, sharded like its parameters. Raises BackendError for an optimizer whose
         step reads a tensor's value on the host. *collective*
         """
+
+    def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Prepare your own optimizer over parameters of models that this backend sharded: of one, of several, of parts.
+
+        Allocates its state as zeros, sharded like its parameters; a first step makes what doesn't begin as zeros.
+        Schedulers may change the rates of its groups. On XLA torch's AdamW and Adam step by ours, over their groups and
+        state, and take rates as inputs. Raises BackendError for a parameter of no sharded model, earlier state, and a
+        step that reads a tensor's value on the host. *collective*
+        """
+        raise BackendError(f"backend {self.name}: takes no optimizer of your own.\n  Use --backend=native or xla.")
 
     @abstractmethod
     def place(self, batch: Batch, axes: Sequence[str] = ROW_AXES) -> Batch:
@@ -263,6 +275,11 @@ class Backend(Closing):
         """Context of a forward without backward: no gradients. On exit the weights are sharded as before."""
         return torch.no_grad()
 
+    def second_derivatives(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context of a forward and backward with `autograd.grad(..., create_graph=True)`, inside `accumulate`. On
+        native the whole model stays gathered meanwhile, and its gradients are reduced at the end. *collective*"""
+        return nullcontext()
+
     def zero_gradients(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> None:
         """Drop the gradients; with `keep`, or if the engine keeps them, zero them in place: their memory stays."""
         optimizer.zero_grad(set_to_none=not keep)
@@ -274,8 +291,10 @@ class Backend(Closing):
                 parameter.grad.mul_(factor)
 
     @abstractmethod
-    def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
+    def clip_grad_norm(self, model: nn.Module | Iterable[Tensor], limit: float | None) -> Tensor:
         """Finish sums of gradients over LOSS_AXES, undo loss scaling, clip to the global norm `limit` (None: don't).
+
+        `model`: a sharded model, or parameters of any sharded models.
 
         Returns the unscaled norm before clipping, 0-dim, on the device. *collective*
         """

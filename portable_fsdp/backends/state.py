@@ -69,6 +69,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {fqn: buffer for fqn, buffer in model.named_buffers() if fqn in kept}
 
 
+def is_count(buffer: Tensor) -> bool:
+    """Whether it counts on the host (AveragedModel's models, BatchNorm's batches), where Python may read it."""
+    return buffer.dim() == 0 and not buffer.is_floating_point()
+
+
 def state_key(name: str, fqn: str) -> str:
     """The key of a parameter's optimizer state in a checkpoint: `exp_avg/model.norm.weight`."""
     return f"{name}/{fqn}"
@@ -130,6 +135,8 @@ def optimizer_state_twins(
     meta twins, which works for any torch optimizer whose state starts at zero. Raises BackendError, with the line, for
     an optimizer whose step reads a tensor's value: meta tensors have none.
     """
+    if not groups:
+        return {}
     trained = {fqn: p for fqn, p in parameters.items() if p.is_floating_point()}  # integers train nowhere
     twins = {fqn: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for fqn, p in trained.items()}
     for twin in twins.values():
@@ -137,8 +144,14 @@ def optimizer_state_twins(
     optimizer = make(name_groups(groups, twins), compiled)
     for group in optimizer.param_groups if compiled else ():
         group["lr"] = torch.empty((), device="meta")
+    step_on_meta(optimizer, optimizer.step)
+    return {fqn: tensors_of(optimizer.state[twin]) for fqn, twin in twins.items()}
+
+
+def step_on_meta(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+    """Run `step` on meta tensors. Raises BackendError, with the line, where it reads a value."""
     try:
-        optimizer.step()
+        step()
     except Exception as error:
         inside = str(Path(torch.__file__).parent)
         frames = traceback.extract_tb(error.__traceback__)
@@ -149,7 +162,6 @@ def optimizer_state_twins(
             "  Each step would wait for the device, and XLA couldn't compile it.\n"
             "  Compute with tensors there, or use another optimizer: optim.name=adamw."
         ) from error
-    return {fqn: tensors_of(optimizer.state[twin]) for fqn, twin in twins.items()}
 
 
 def zero_optimizer(

@@ -258,7 +258,9 @@ class _Planned:
             materialise(model, policy, device)
         return model
 
-    def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_optimizer(
+        self, make: MakeOptimizer, groups: list[dict[str, Any]], model: nn.Module
+    ) -> torch.optim.Optimizer:
         def as_on_device(groups: list[dict[str, Any]], compiled: bool) -> torch.optim.Optimizer:
             on_device = all(parameter.device == stand_in() for group in groups for parameter in group["params"])
             optimizer = make(groups, compiled or self._recorder.is_tpu)  # like make_optimizer on a TPU
@@ -270,7 +272,7 @@ class _Planned:
         if pattern := self.pattern:
             groups = [group | {"params": [*pattern.as_kept(group["params"])]} for group in groups]
         with self._fake, self._recorder, self._recorder.making("optimizer", "the optimizer"):
-            return NativeBackend.build_optimizer(self.engine, as_on_device, groups)
+            return NativeBackend.build_optimizer(self.engine, as_on_device, groups, model)
 
     def place(self, batch: Batch, axes: Sequence[str] = ()) -> Batch:
         with self._recorder.making("activations", "the batch"), self._fake:  # the batch's tensors aren't fake yet

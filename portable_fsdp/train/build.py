@@ -335,6 +335,15 @@ def routers_of(config: Config, built: BuiltModel, task: Task, policy: ShardPolic
     return Routers(built.model, policy.tensor, rate, has_loss=has_loss, drops=drops)
 
 
+def shard_model(make: Callable[[], nn.Module], config: Config, backend: Backend) -> nn.Module:
+    """Shard your own module, as `shard`, for optimizers of your own (`Backend.shard_optimizer`). *collective*"""
+    module, fill = _own_module(make, config)
+    policy = shard_policy(config, module)
+    _warn_of_draws(module, policy)
+    require_memory(config, backend, memory_need(module, make_optimizer(config.optim), [], eager=True, tables={}))
+    return backend.shard_model(module, policy, fill)
+
+
 def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Shard your own module and make its optimizer, by `sharding`, `precision`, `memory` and `optim`. *collective*
 
@@ -342,6 +351,11 @@ def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tu
     weight where the piece is needed, seeded by run.seed and the weight's name. Raises ConfigError if the model or the
     devices don't support the config.
     """
+    module, fill = _own_module(make, config)
+    return _laid_out(config, backend, module, shard_policy(config, module), fill, _ties(module))
+
+
+def _own_module(make: Callable[[], nn.Module], config: Config) -> tuple[nn.Module, Fill]:
     from portable_fsdp.models.factory import open_factory
 
     name, master = f"shard: {getattr(make, '__name__', 'make')}", DTYPES[config.precision.master]
@@ -358,7 +372,7 @@ def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tu
     module, fill = open_factory(name, partial(call_user, name, make), config.run.seed, master)
     _cast_buffers(config, module)
     _cast_outputs(config, module)
-    return _laid_out(config, backend, module, shard_policy(config, module), fill, _ties(module))
+    return module, fill
 
 
 def _cast_buffers(config: Config, model: nn.Module) -> None:
@@ -379,13 +393,8 @@ def _laid_out(
     config: Config, backend: Backend, model: nn.Module, policy: ShardPolicy, fill: Fill | None, ties: dict[str, str]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Lay out a meta model on the engine and make its optimizer. Without `fill` neither uses memory."""
-    drawing = [*dropouts(model, by_keys=policy.draws is not None), *_batch_norms(model)]
-    if drawing and fill is not None:
-        log.warning(
-            "model: %s%s: dropout and batch norm make losses depend on the number of devices (docs/any_model.md)",
-            ", ".join(drawing[:3]),
-            ", ..." * (len(drawing) > 3),
-        )
+    if fill is not None:
+        _warn_of_draws(model, policy)
     shapes = {fqn: tuple(weight.shape) for fqn, weight in model.named_parameters() if weight.requires_grad}
     frozen = [fqn for fqn, weight in model.named_parameters() if not weight.requires_grad]
     groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen, tables=table_weights(model))
@@ -398,7 +407,17 @@ def _laid_out(
         from portable_fsdp.quantised import place
 
         place(model, policy.tables)
-    return backend.shard_model(model, policy, fill), backend.build_optimizer(make, groups)
+    sharded = backend.shard_model(model, policy, fill)
+    return sharded, backend.build_optimizer(make, groups, sharded)
+
+
+def _warn_of_draws(model: nn.Module, policy: ShardPolicy) -> None:
+    if drawing := [*dropouts(model, by_keys=policy.draws is not None), *_batch_norms(model)]:
+        log.warning(
+            "model: %s%s: dropout and batch norm make losses depend on the number of devices (docs/any_model.md)",
+            ", ".join(drawing[:3]),
+            ", ..." * (len(drawing) > 3),
+        )
 
 
 def _batch_norms(model: nn.Module) -> list[str]:

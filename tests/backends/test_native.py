@@ -256,10 +256,16 @@ def gradients_of_branches() -> None:
         [of_model] = cast(Any, backend)._sums.values()
         assert len(of_model._buckets) > 1
         model.zero_grad()
-        with backend.accumulate(True):
+        with backend.accumulate(True, model):
             model(rows[rank][0], rank).backward()
             with pytest.raises(BackendError, match="a weight got a second gradient"):
                 model(rows[rank][0], rank).backward()
+        model.zero_grad()
+        for row in rows[rank]:  # a second context adds its sums to those of the first
+            with backend.accumulate(True):
+                for part in (0.25, 0.75):
+                    (part * model(row, rank)).backward()
+        assert_sums()
         model.zero_grad()
         model.last.requires_grad_(False)  # the hooks of an earlier step know it
         train()

@@ -65,7 +65,8 @@ def run(
     built = build_model(settings.model, seed=3, seq_len=SEQ_LEN, vocabulary=VOCABULARY, loss=loss)
     shapes = {fqn: tuple(weight.shape) for fqn, weight in built.model.named_parameters() if weight.requires_grad}
     sharded = backend.shard_model(built.model, shard_policy(settings, built.model), built.fill)
-    optimizer = backend.build_optimizer(make_optimizer(settings.optim), parameter_groups(shapes, settings.optim))
+    groups = parameter_groups(shapes, settings.optim)
+    optimizer = backend.build_optimizer(make_optimizer(settings.optim), groups, sharded)
     step = train_step(backend, sharded, optimizer, accumulation=accumulation, max_grad_norm=max_grad_norm)
     return Run(built, sharded, optimizer, step)
 

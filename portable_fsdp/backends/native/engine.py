@@ -11,7 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,11 @@ from portable_fsdp.backends.native.units import (
 )
 from portable_fsdp.backends.native.unsharded import dequantise_experts, use_in_place, view_tables
 from portable_fsdp.backends.refusals import Deployment, require_supported
-from portable_fsdp.backends.state import checkpoint_tensors, persistent_buffers, zero_optimizer
+from portable_fsdp.backends.state import (
+    checkpoint_tensors,
+    persistent_buffers,
+    zero_optimizer,
+)
 from portable_fsdp.backends.weight_uses import check_statistics
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import (
@@ -226,7 +230,7 @@ class NativeBackend(contract.Backend):
             view_tables(model, policy)
         saved = {fqn: spec for fqn, spec in policy.layouts.items() if fqn not in policy.tables}
         shapes = {fqn: weight.shape for fqn, weight in model.named_parameters()}
-        self._root, self._models[model] = model, (record := _Sharded(saved, shapes, policy.reduce, policy.tensor))
+        self._models[model] = record = _Sharded(saved, shapes, policy.reduce, policy.tensor)
         if self._row_parts is not None:
             set_row_parts(model, self._row_parts)
         if policy.tensor is not None:
@@ -275,21 +279,10 @@ class NativeBackend(contract.Backend):
                     local, piece = local_part(parameter)[own], fill(fqn, part)
                     local.copy_(piece.view(local.dtype) if fqn in policy.tables else piece)
 
-    def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        def zeros(fqn: str, twin: Tensor, group: dict[str, Any]) -> Tensor:
-            parameter = parameters[fqn]
-            if twin.shape == parameter.shape:
-                return torch.zeros_like(parameter, dtype=twin.dtype)
-            if twin.dim() and isinstance(parameter, DTensor):
-                mesh, spec = parameter.device_mesh, state_spec(layouts[fqn], parameter.shape, twin.shape)
-                state = distributed_zeros(
-                    twin.shape, dtype=twin.dtype, device_mesh=mesh, placements=_placements(spec, mesh.mesh_dim_names)
-                )
-                return state.to(parameter.device)
-            on_device = group.get("fused") or twin.device.type != "cpu"
-            return torch.zeros(twin.shape, dtype=twin.dtype, device=parameter.device if on_device else "cpu")
-
-        parameters, layouts = dict(self._root.named_parameters()), self._models[self._root].layouts
+    def build_optimizer(
+        self, make: contract.MakeOptimizer, groups: list[dict[str, Any]], model: nn.Module
+    ) -> torch.optim.Optimizer:
+        parameters, layouts = dict(model.named_parameters()), self._models[model].layouts
         # Foreach functions can't mix DTensors and plain tensors: scalars get their own groups.
         kinds = [
             {**group, "params": names}
@@ -297,9 +290,28 @@ class NativeBackend(contract.Backend):
             for kind in (True, False)
             if (names := [fqn for fqn in group["params"] if isinstance(parameters[fqn], DTensor) is kind])
         ]
+
+        def zeros(fqn: str, twin: Tensor, group: dict[str, Any]) -> Tensor:
+            return _zeros(parameters[fqn], twin, group, layouts[fqn])
+
         optimizer = zero_optimizer(make, kinds, parameters, zeros, compiled=False)
         optimizer.register_step_post_hook(self._note_step)
         return optimizer
+
+    def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        from portable_fsdp.backends.own_optimizers import owners_of, step_kinds_apart, zero_state
+
+        def zeros(parameter: Tensor, twin: Tensor, group: dict[str, Any]) -> Tensor:
+            model, fqn = owners[parameter]
+            return _zeros(parameter, twin, group, self._models[model].layouts[fqn])
+
+        chose = any(optimizer.defaults.get(name) is not None for name in ("fused", "foreach"))
+        if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam) and not chose and self.device.type != "tpu":
+            for group in optimizer.param_groups:  # else each operation on each DTensor is dispatched in Python
+                group["fused"] = True
+        zero_state(optimizer, owners := owners_of(self._models), zeros)
+        step_kinds_apart(optimizer)
+        optimizer.register_step_post_hook(self._note_step)
 
     def _note_step(self, *_: Any) -> None:
         self._first_step_is_over = True
@@ -341,7 +353,11 @@ class NativeBackend(contract.Backend):
                     root.set_requires_gradient_sync(last)
         self._gather_first(models)
         sums = self._gradient_sums(models) if last and self._group(LOSS_AXES) else None
-        with self._resharding_later(), sums.summing() if sums else nullcontext(), _explained_errors(models):
+        with (
+            self._resharding_later(),
+            sums.summing(overlap=model in self._models) if sums else nullcontext(),
+            _explained_errors(models),
+        ):
             yield
         for model in models if last else ():
             if (plan := self._models[model].plan) is not None:
@@ -384,6 +400,11 @@ class NativeBackend(contract.Backend):
         with self._resharding_later(), torch.no_grad(), _explained_errors(self._models):
             yield
 
+    def second_derivatives(self, model: nn.Module) -> AbstractContextManager[None]:
+        from portable_fsdp.backends.native.boundary import kept_gathered
+
+        return kept_gathered(self._models[model].units)
+
     @contextmanager
     def _resharding_later(self) -> Generator[None]:
         """Context whose end reshards what a forward without backward left gathered: `parameters()` would be whole
@@ -412,14 +433,16 @@ class NativeBackend(contract.Backend):
     def scale_gradients(self, model: nn.Module, factor: Tensor) -> None:
         _scale([local_part(p.grad) for p in model.parameters() if p.grad is not None], factor)
 
-    def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
+    def clip_grad_norm(self, model: nn.Module | Iterable[Tensor], limit: float | None) -> Tensor:
         # On local shards, in float32, and reduced on the device: with cpu_offload gradients are on the host.
         cut_by: dict[tuple[str, ...], list[Tensor]] = {}
-        layouts = self._models[model].layouts
-        for fqn, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                axes = tuple(sorted(cutting_axes(layouts[fqn])))  # one sum, whichever dimension is split
-                cut_by.setdefault(axes, []).append(local_part(parameter.grad))
+        parts = [model] if isinstance(model, nn.Module) else self._models
+        named = ((self._models[part].layouts, fqn, p) for part in parts for fqn, p in part.named_parameters())
+        specs: dict[Tensor, Spec] = {p: layouts[fqn] for layouts, fqn, p in named if p.grad is not None}
+        for parameter in specs if isinstance(model, nn.Module) else model:
+            if parameter in specs:
+                axes = tuple(sorted(cutting_axes(specs[parameter])))  # one sum, whichever dimension is split
+                cut_by.setdefault(axes, []).append(local_part(cast(Tensor, parameter.grad)))
         gradients = [gradient for part in cut_by.values() for gradient in part]
         squares = [self._sum_of_shards(self._squared_norm(part), axes) for axes, part in cut_by.items()]
         norm = torch.stack(squares).sum().sqrt()
@@ -613,6 +636,19 @@ def _scale(tensors: list[Tensor], factor: Tensor) -> None:
     factor = factor.to(tensors[0].device)
     for tensor in tensors:
         tensor.mul_(factor)
+
+
+def _zeros(parameter: Tensor, twin: Tensor, group: dict[str, Any], spec: Spec) -> Tensor:
+    """Allocate optimizer state with the shape and dtype of `twin`; `spec`: of the parameter."""
+    if twin.shape == parameter.shape:
+        return torch.zeros_like(parameter, dtype=twin.dtype, requires_grad=False)
+    if twin.dim() and isinstance(parameter, DTensor):
+        mesh, spec = parameter.device_mesh, state_spec(spec, parameter.shape, twin.shape)
+        placements = _placements(spec, mesh.mesh_dim_names)
+        state = distributed_zeros(twin.shape, dtype=twin.dtype, device_mesh=mesh, placements=placements)
+        return state.to(parameter.device)
+    on_device = group.get("fused") or twin.device.type != "cpu"
+    return torch.zeros(twin.shape, dtype=twin.dtype, device=parameter.device if on_device else "cpu")
 
 
 def _placements(spec: Spec, names: Sequence[str] | None) -> list[Placement]:

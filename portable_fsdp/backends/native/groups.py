@@ -7,6 +7,7 @@ and positions are those of whole rows. Along `expert` each process holds a part 
 `models/experts.py` has the algorithm, which reads nothing on the host; this file has its all-to-all.
 """
 
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -192,7 +193,8 @@ class GradientSums:
         self._buckets: list[list[nn.Parameter]] = []
         self._missing: list[set[nn.Parameter]] = []  # parameters of each bucket without a gradient yet
         self._under_way: list[Callable[[], None]] = []  # each waits for the sum of a bucket
-        self._started: int | None = None  # number of buckets; None: outside the last micro batch
+        self._started: int | None = None  # number of buckets; None: no sum begins when a gradient arrives
+        self._sums: dict[nn.Parameter, weakref.ref[Tensor]] = {}  # gradients that are sums already
         self._hooks: list[RemovableHandle] = []
         size = BUCKET_BYTES
         for parameter in reversed(parameters):  # backward reaches roughly the last weights first
@@ -209,11 +211,18 @@ class GradientSums:
             hook.remove()
 
     @contextmanager
-    def summing(self) -> Generator[None]:
-        """Context of the last micro batch; on exit the gradients are the sums."""
-        self._missing, self._started = [set(bucket) for bucket in self._buckets], 0
+    def summing(self, *, overlap: bool) -> Generator[None]:
+        """Context of the last micro batch; on exit the gradients are the sums.
+
+        `overlap`: begin during its only backward. Else it may have several, and add to gradients that are sums already.
+        """
+        sums = {} if overlap else {p: p.grad for p in self.parameters if p.grad is not None and self._is_sum(p)}
+        for parameter in sums:
+            parameter.grad = None
+        self._missing, self._started = [set(bucket) for bucket in self._buckets], 0 if overlap else None
         try:
             yield
+            self._started = self._started or 0
             while self._started < len(self._buckets):
                 self._start_next()
             for finish in self._under_way:
@@ -221,6 +230,13 @@ class GradientSums:
         finally:
             self._started = None
             self._under_way.clear()
+            for parameter, earlier in sums.items():
+                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+            if not overlap:
+                self._sums = {p: weakref.ref(p.grad) for p in self.parameters if p.grad is not None}
+
+    def _is_sum(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._sums and self._sums[parameter]() is parameter.grad
 
     def _note(self, bucket: int, parameter: Tensor) -> None:
         if self._started is None:
@@ -228,7 +244,7 @@ class GradientSums:
         if parameter not in self._missing[bucket]:
             raise BackendError(
                 "backend native: a weight got a second gradient in the last micro batch, in which replicas sum "
-                "gradients in one backward.\n  Add up the losses, or run earlier backwards under accumulate(False)."
+                "gradients in one backward.\n  Add up the losses, or leave the model out of accumulate(True, model)."
             )
         self._missing[bucket].remove(cast(nn.Parameter, parameter))
         while self._started < len(self._buckets) and not self._missing[self._started]:

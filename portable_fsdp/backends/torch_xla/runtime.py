@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import linear
 
+from portable_fsdp.attach import replace_step
 from portable_fsdp.backends.contract import (
     Backend,
     Forward,
@@ -39,6 +40,7 @@ from portable_fsdp.backends.torch_xla.program import Compiler
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import count_row_shards, mesh_axes, split_batch
 from portable_fsdp.optim.counting import CountingOptimizer, MakeOptimizer
+from portable_fsdp.optim.own import AdamW
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.launchers import detect_launch
 
@@ -93,7 +95,8 @@ class PjrtBackend(Backend):
         self.process = self.data_shard = rank
         self.devices = count
         self.adopt(config)
-        self._optimizers: dict[nn.Module, torch.optim.Optimizer] = {}
+        self._optimizers: dict[torch.optim.Optimizer, nn.Module | None] = {}  # None: of the user's own
+        self._steps_by_ours: dict[torch.optim.Optimizer, CountingOptimizer] = {}
         self._in_program = False
         # Found at an optimizer's first program, and kept: another order would be another program. A load makes new
         # tensors, so the order is found again.
@@ -136,7 +139,37 @@ class PjrtBackend(Backend):
             finally:
                 self._in_program = False
 
-        return self._programs.compile(program, name, self._shapes)
+        compiled = self._programs.compile(program, name, self._shapes)
+
+        def run(*args: Any) -> Metrics:
+            with self._placed_rates():
+                return compiled(*args)
+
+        return run
+
+    @contextmanager
+    def _placed_rates(self) -> Generator[None]:
+        """Context in which optimizers of the user's own that step by ours have device tensors as learning rates.
+
+        As Python's numbers, equal ones would share an input: two rates that become equal would be another program.
+        """
+        numbers: dict[str, float] = {}
+        for at, (optimizer, ours) in enumerate(self._steps_by_ours.items()):
+            rates = {f"lr {number}": float(group["lr"]) for number, group in enumerate(optimizer.param_groups)}
+            numbers |= {f"{name} of optimizer {at}": number for name, number in {**rates, **ours.counts()}.items()}
+        placed = self.place({name: torch.tensor(number) for name, number in numbers.items()}) if numbers else {}
+        groups = [group for optimizer in self._steps_by_ours for group in optimizer.param_groups]
+        rates = [group["lr"] for group in groups]
+        for at, (optimizer, ours) in enumerate(self._steps_by_ours.items()):
+            end = f" of optimizer {at}"
+            ours.placed = {name.removesuffix(end): value for name, value in placed.items() if name.endswith(end)}
+            for number, group in enumerate(optimizer.param_groups):
+                group["lr"] = ours.placed[f"lr {number}"]
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
     @property
     def compilations(self) -> int:
@@ -145,19 +178,21 @@ class PjrtBackend(Backend):
     @contextmanager
     def accumulate(self, last: bool, model: nn.Module | None = None) -> Generator[None]:
         if self._accumulation == 1:  # with several micro batches the update is a separate program
-            self._order_inputs(self._optimizers if model is None else [model])
+            self._order_inputs(model)
         yield
 
-    def _order_inputs(self, models: Iterable[nn.Module]) -> None:
-        """Make the weights, gradients and optimizer states of `models` the first inputs of a program, in the order of
-        its outputs. Call it before the program uses weights or states. Outside a program it does nothing.
+    def _order_inputs(self, model: nn.Module | None) -> None:
+        """Make the weights, gradients and optimizer states of `model` (None: of all) the first inputs of a program, in
+        the order of its outputs. Call it before the program uses weights or states. Outside a program it does nothing.
 
         torch_xla tells XLA only which inputs a program may overwrite. XLA pairs the n-th of these with the n-th output
         of its size (optimize_input_output_buffer_alias.cc), and copies an input that is paired with another tensor.
         Outputs are in the order of their tensors' age. Inputs are in the order of their first use, by which nearly all
         would be copied.
         """
-        for optimizer in (self._optimizers[m] for m in models if self._in_program and m in self._optimizers):
+        for optimizer, owner in self._optimizers.items() if self._in_program else ():
+            if model is not None and owner is not model:
+                continue
             tensors = dict(self._changed_by(optimizer))
             if optimizer not in self._input_orders:
                 ages = {key: self._bridge._xla_get_tensor_id(tensor) for key, tensor in tensors.items()}
@@ -175,6 +210,13 @@ class PjrtBackend(Backend):
                 if tensor is not None and tensor.device.type == "xla":
                     yield (weight, name), tensor
 
+    @property
+    def _barrier(self) -> Callable[[list[Tensor]], None] | None:
+        """Keep moments apart from weights in an optimizer's step. Else XLA on CPUs would compute moments a second time,
+        inside the update of the weights. That would read the old moments, so each would be copied first. On a TPU one
+        fusion writes all three."""
+        return self._bridge._xla_optimization_barrier_ if os.environ["PJRT_DEVICE"] == "CPU" else None
+
     def _make_optimizer(
         self,
         model: nn.Module,
@@ -184,20 +226,30 @@ class PjrtBackend(Backend):
         zeros_on_device: Callable[[str, Tensor], Tensor],
     ) -> torch.optim.Optimizer:
         """Build the optimizer of `model`; `zeros_on_device(fqn, twin)` allocates a state of a parameter."""
-        from torch_xla.core.xla_model import optimization_barrier_
 
         def zeros(fqn: str, twin: Tensor, _: dict[str, Any]) -> Tensor:
             # Step counts stay on the host: the program takes the values computed from them.
             return torch.zeros(twin.shape, dtype=twin.dtype) if twin.is_cpu else zeros_on_device(fqn, twin)
 
         optimizer = zero_optimizer(make, groups, parameters, zeros, compiled=True)
-        if os.environ["PJRT_DEVICE"] == "CPU" and isinstance(optimizer, CountingOptimizer):
-            # Else XLA on CPUs would compute moments a second time, inside the update of the weights. That would read
-            # the old moments, so each would be copied first. On a TPU one fusion writes all three.
-            optimizer.barrier = cast(Any, optimization_barrier_)
-        self._optimizers[model] = optimizer
+        if isinstance(optimizer, CountingOptimizer):
+            optimizer.barrier = self._barrier
+        self._optimizers[optimizer] = model
         self._programs.watch(optimizer, parameters)
         return optimizer
+
+    def _step_by_ours(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let torch's AdamW or Adam step by ours, which takes its numbers as inputs, over the same groups and state."""
+        options = ("amsgrad", "maximize", "capturable", "differentiable")
+        if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam) or any(map(optimizer.defaults.get, options)):
+            return
+        ours = AdamW([{"params": [p for group in optimizer.param_groups for p in group["params"]]}])
+        ours.state, ours.param_groups = optimizer.state, optimizer.param_groups
+        for group in optimizer.param_groups:
+            group["decoupled"] = type(optimizer) is torch.optim.AdamW
+        ours.barrier = self._barrier
+        self._steps_by_ours[optimizer] = ours
+        replace_step(optimizer, lambda _: ours.step())
 
     def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[Operation]]]:
         """Write a trace for xprof."""

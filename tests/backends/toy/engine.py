@@ -6,7 +6,7 @@ summed and cut after it.
 """
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -80,8 +80,10 @@ class ToyBackend(contract.Backend):
             return spec
         return (*spec[:-1], (*spec[-1], "tensor"))
 
-    def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        parameters = dict(self._model.named_parameters())
+    def build_optimizer(
+        self, make: contract.MakeOptimizer, groups: list[dict[str, Any]], model: nn.Module
+    ) -> torch.optim.Optimizer:
+        parameters = dict(model.named_parameters())
         return zero_optimizer(
             make, groups, parameters, lambda _, twin, __: torch.zeros_like(twin, device="cpu"), compiled=False
         )
@@ -136,7 +138,8 @@ class ToyBackend(contract.Backend):
             for slot in slots:
                 slot.module._parameters[slot.leaf] = weights[fqn]
 
-    def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
+    def clip_grad_norm(self, model: nn.Module | Iterable[Tensor], limit: float | None) -> Tensor:
+        assert isinstance(model, nn.Module)
         gradients = {fqn: weight.grad for fqn, weight in model.named_parameters() if weight.grad is not None}
         squares = [self.sum(g.float().square().sum(), cutting_axes(self._layouts[fqn])) for fqn, g in gradients.items()]
         norm = torch.stack(squares).sum().sqrt()

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import pickle
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -86,9 +86,9 @@ class XlaFsdp1Backend(PjrtBackend):
             check_rows(places)
         self._put_zeros(places)
         units, self._reduce = self._wrap_forwards(model, policy), policy.reduce
-        self._model, self._roots[model] = model, units[-1]
-        self._shards = self._shards_of[model] = shards_of(units, places, self._index)
-        for shard in self._shards.values():
+        self._roots[model] = units[-1]
+        shards = self._shards_of[model] = shards_of(units, places, self._index)
+        for shard in shards.values():
             shard.parameter.data = self._upload(shard.collect(fill, torch.float32))
             if not self._settings.flatten_parameters:  # else no shard belongs to a single parameter
                 for place in places[shard.spans[0].fqn]:
@@ -166,46 +166,37 @@ class XlaFsdp1Backend(PjrtBackend):
         (placed,) = self._bridge._xla_tensors_from_aten([host], [str(self.device)], None)
         return placed
 
-    def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        parameters = {name: shard.parameter for name, shard in self._shards.items()}
-        groups = self._groups_of_shards(groups)
+    def build_optimizer(
+        self, make: contract.MakeOptimizer, groups: list[dict[str, Any]], model: nn.Module
+    ) -> torch.optim.Optimizer:
+        shards = self._shards_of[model]
+        parameters = {name: shard.parameter for name, shard in shards.items()}
+        groups = _groups_of_shards(groups, shards)
         optimizer = self._make_optimizer(
-            self._model,
+            model,
             make,
             groups,
             parameters,
             lambda _, twin: self._upload(torch.zeros(twin.shape, dtype=twin.dtype)),
         )
         if self._accumulation > 1:
-            self._prepare_micro_batches([name for group in groups for name in group["params"]])
+            self._prepare_micro_batches(shards, [name for group in groups for name in group["params"]])
         self._xla.sync(wait=True)
         return optimizer
 
-    def _prepare_micro_batches(self, trained: list[str]) -> None:
+    def _prepare_micro_batches(self, shards: dict[str, Shard], trained: list[str]) -> None:
         """Keep the micro-batch program the same every time: it adds into existing gradients.
 
         It also returns the shards, through the engine's barriers, in the order in which they were last written: the
         optimizer's, from the first update on. So set that order from the start, and after a load too.
         """
-        frozen = [name for name in self._shards if name not in trained]
+        frozen = [name for name in shards if name not in trained]
         for name in (*frozen, *trained):
-            self._shards[name] = self._shards.pop(name)
+            shards[name] = shards.pop(name)
         for name in trained:
-            parameter = self._shards[name].parameter
+            parameter = shards[name].parameter
             parameter.data = self._upload(parameter.detach().cpu())
             parameter.grad = self._upload(torch.zeros(parameter.shape))
-
-    def _groups_of_shards(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return groups that name shards, each once if it joins parameters; merge groups with equal settings."""
-        shard_of = {span.fqn: name for name, shard in self._shards.items() for span in shard.spans}
-        merged: list[dict[str, Any]] = []
-        for group in groups:
-            alike = next((other for other in merged if {**other, "params": ()} == {**group, "params": ()}), None)
-            if alike is None:
-                merged.append(alike := {**group, "params": []})
-            names = [shard_of[fqn] for fqn in group["params"]]
-            alike["params"] = list(dict.fromkeys([*alike["params"], *names]))
-        return merged
 
     # --------------------------------------------------------------------------------------------------- the step
 
@@ -231,9 +222,11 @@ class XlaFsdp1Backend(PjrtBackend):
         for parameter in self._roots[model].params_with_grad:
             cast(Tensor, parameter.grad).mul_(factor)
 
-    def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
+    def clip_grad_norm(self, model: nn.Module | Iterable[Tensor], limit: float | None) -> Tensor:
+        if not isinstance(model, nn.Module):
+            raise BackendError("backend xla_fsdp1: clip_grad_norm needs a whole model.\n  Use --backend=xla.")
         if self._accumulation > 1:
-            self._order_inputs([model])
+            self._order_inputs(model)
         if self._replicas > 1:
             self._sum_over_replicas(model)
         return self._roots[model].clip_grad_norm_(math.inf if limit is None else limit, groups=self._shard_groups)
@@ -415,3 +408,16 @@ def _start_process(device: str, runtime: Any) -> None:
             "backend xla_fsdp1 on tpu: expected one device per chip, found "
             f"{runtime.addressable_device_count()} (TPU v2 and v3).\n  Use --backend=xla there."
         )
+
+
+def _groups_of_shards(groups: list[dict[str, Any]], shards: Mapping[str, Shard]) -> list[dict[str, Any]]:
+    """Return groups that name shards, each once if it joins parameters; merge groups with equal settings."""
+    shard_of = {span.fqn: name for name, shard in shards.items() for span in shard.spans}
+    merged: list[dict[str, Any]] = []
+    for group in groups:
+        alike = next((other for other in merged if {**other, "params": ()} == {**group, "params": ()}), None)
+        if alike is None:
+            merged.append(alike := {**group, "params": []})
+        names = [shard_of[fqn] for fqn in group["params"]]
+        alike["params"] = list(dict.fromkeys([*alike["params"], *names]))
+    return merged

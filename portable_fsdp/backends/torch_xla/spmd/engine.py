@@ -10,7 +10,7 @@ sets environment variables that torch_xla reads at import, before it imports tor
 import logging
 import math
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,13 @@ from torch import Tensor, nn
 
 from portable_fsdp.attach import refuse_copies, set_expert_groups
 from portable_fsdp.backends import contract
-from portable_fsdp.backends.state import checkpoint_tensors, output_head, parameter_slots, put_parameter
+from portable_fsdp.backends.state import (
+    checkpoint_tensors,
+    is_count,
+    output_head,
+    parameter_slots,
+    put_parameter,
+)
 from portable_fsdp.backends.torch_xla.runtime import (
     PjrtBackend,
     recomputed,
@@ -156,11 +162,11 @@ class XlaBackend(PjrtBackend):
             put_parameter(shared, laid_out, weight.requires_grad)
         for module in model.modules():
             for leaf, buffer in module._buffers.items():
-                if buffer is not None:
+                if buffer is not None and not is_count(buffer):
                     whole = ((),) * buffer.dim()
                     module._buffers[leaf] = self._make(buffer.shape, buffer.dtype, whole, buffer.__getitem__)
         saved = {fqn: spec for fqn, spec in policy.layouts.items() if fqn not in policy.tables}
-        self._model, self._layouts[model] = model, saved
+        self._layouts[model] = saved
         return model
 
     def _wrap_forwards(self, model: nn.Module, policy: contract.ShardPolicy) -> None:
@@ -224,12 +230,14 @@ class XlaBackend(PjrtBackend):
             finish_backward(model.get_submodule(name), barrier)
         model.forward = partial(copies.run_model, list(outside.values()), model.forward)
 
-    def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_optimizer(
+        self, make: contract.MakeOptimizer, groups: list[dict[str, Any]], model: nn.Module
+    ) -> torch.optim.Optimizer:
         def zeros(fqn: str, twin: Tensor) -> Tensor:
             return self._zeros(twin, state_spec(layouts[fqn], parameters[fqn].shape, twin.shape))
 
-        parameters, layouts = dict(self._model.named_parameters()), self._layouts[self._model]
-        optimizer = self._make_optimizer(self._model, make, groups, parameters, zeros)
+        parameters, layouts = dict(model.named_parameters()), self._layouts[model]
+        optimizer = self._make_optimizer(model, make, groups, parameters, zeros)
         if self._accumulation > 1:
             for fqn, parameter in parameters.items():
                 if parameter.requires_grad:
@@ -237,6 +245,21 @@ class XlaBackend(PjrtBackend):
                     parameter.grad = self._zeros(parameter, layouts[fqn])
         self._tensors.wait()
         return optimizer
+
+    def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        from portable_fsdp.backends.own_optimizers import owners_of, zero_state
+
+        def zeros(parameter: Tensor, twin: Tensor, _: dict[str, Any]) -> Tensor:
+            model, fqn = owners[parameter]
+            if twin.is_cpu:
+                return torch.zeros(twin.shape, dtype=twin.dtype)
+            return self._zeros(twin, state_spec(self._layouts[model][fqn], parameter.shape, twin.shape))
+
+        zero_state(optimizer, owners := owners_of(self._layouts), zeros)
+        self._step_by_ours(optimizer)
+        self._optimizers[optimizer] = None
+        self._programs.watch(self._steps_by_ours.get(optimizer, optimizer), {})
+        self._tensors.wait()
 
     def _zeros(self, twin: Tensor, spec: Spec) -> Tensor:
         def zeros_of(region: Region) -> Tensor:
@@ -263,10 +286,11 @@ class XlaBackend(PjrtBackend):
         for copies in self._copies:  # without gradients a model's forward itself releases what it gathered
             copies.release()
 
-    def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
-        if self._accumulation > 1:
-            self._order_inputs([model])
-        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    def clip_grad_norm(self, model: nn.Module | Iterable[Tensor], limit: float | None) -> Tensor:
+        if self._accumulation > 1 and isinstance(model, nn.Module):
+            self._order_inputs(model)
+        weights = model.parameters() if isinstance(model, nn.Module) else model
+        parameters = [parameter for parameter in weights if parameter.grad is not None]
         gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
         # In float32: bfloat16 gradients (precision.master) would give a norm of three digits. Squares, and one root:
         # each vector_norm would become absolute values, powers and a root, which cost compile time.

@@ -1,0 +1,96 @@
+"""Optimizers of the user's own: their state, allocated by a copy that steps on meta, and their steps."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from portable_fsdp.attach import other_groups, replace_step
+from portable_fsdp.backends.state import step_on_meta
+from portable_fsdp.runtime.errors import BackendError
+
+Owners = Mapping[Tensor, tuple[nn.Module, str]]
+"""Parameter -> the sharded model that holds it, and its first FQN there."""
+
+
+def owners_of(models: Iterable[nn.Module]) -> dict[Tensor, tuple[nn.Module, str]]:
+    return {weight: (model, fqn) for model in models for fqn, weight in model.named_parameters()}
+
+
+def zero_state(
+    optimizer: torch.optim.Optimizer, owners: Owners, zeros: Callable[[Tensor, Tensor, dict[str, Any]], Tensor]
+) -> None:
+    """Allocate the state of an optimizer that has none. `zeros(parameter, twin, group)` makes each tensor of it.
+
+    State that doesn't begin as zeros (Adagrad's with an initial value, Rprop's) is left to the first step. Raises
+    BackendError for a parameter without owner, for an optimizer that has stepped, and as `optimizer_state_twins`.
+    """
+    name = type(optimizer).__name__
+    if any(parameter not in owners for group in optimizer.param_groups for parameter in group["params"]):
+        raise BackendError(
+            f"shard_optimizer: {name} has a parameter of no model that this engine sharded.\n"
+            "  Shard the models first, and make the optimizer of their parameters."
+        )
+    if any(optimizer.state.values()):
+        raise BackendError(f"shard_optimizer: {name} has state already.\n  Pass it before its first step.")
+    twin, twins = _copied(optimizer, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
+    step_on_meta(optimizer, partial(type(optimizer).step, twin))
+    if not _begins_as_zeros(optimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in twin.state[twins[parameter]].items():
+                optimizer.state[parameter][key] = zeros(parameter, value, group) if isinstance(value, Tensor) else value
+
+
+def _begins_as_zeros(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step from zeros in place of no state gives the same small weights."""
+    (plain, ends), (zeroed, others) = (
+        _copied(optimizer, lambda p: torch.ones((2,) * p.dim(), dtype=p.dtype)) for _ in range(2)
+    )
+    type(optimizer).step(cast(Any, plain))
+    for weight, twin in others.items():
+        state = plain.state[ends[weight]].items()
+        zeroed.state[twin] = {key: torch.zeros_like(v) if isinstance(v, Tensor) else v for key, v in state}
+    type(optimizer).step(cast(Any, zeroed))
+    return all(map(torch.equal, ends.values(), others.values()))
+
+
+def _copied(
+    optimizer: torch.optim.Optimizer, make: Callable[[Tensor], Tensor]
+) -> tuple[torch.optim.Optimizer, dict[Tensor, nn.Parameter]]:
+    """A copy of an optimizer without its state, over other parameters, which have a gradient; and these."""
+    weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    twins = {weight: nn.Parameter(make(weight)) for weight in weights}
+    for twin in twins.values():
+        twin.grad = torch.ones_like(twin)
+    groups = [
+        {**group, "params": [twins[weight] for weight in group["params"]]}
+        | ({"fused": None} if "fused" in group else {})
+        for group in optimizer.param_groups
+    ]
+    hooks = {name: OrderedDict[int, Any]() for name in vars(optimizer) if name.startswith("_optimizer_step_")}
+    copied = object.__new__(type(optimizer))
+    vars(copied).update({**vars(optimizer), **hooks, "state": defaultdict(dict), "param_groups": groups})
+    return copied, twins
+
+
+def step_kinds_apart(optimizer: torch.optim.Optimizer) -> None:
+    """Let it step with DTensors and plain tensors in groups of their own, which torch's foreach functions can't mix.
+    The user's groups stay: schedulers know them."""
+    replace_step(optimizer, _step_apart)
+
+
+def _step_apart(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    apart = [
+        {**group, "params": weights}
+        for group in optimizer.param_groups
+        for kind in (True, False)
+        if (weights := [weight for weight in group["params"] if isinstance(weight, DTensor) is kind])
+    ]
+    with other_groups(optimizer, apart):
+        return type(optimizer).step(optimizer, *args, **kwargs)

@@ -1,0 +1,348 @@
+"""Loops that people write themselves, once for torch alone and once for an engine: each pattern is one step of such a
+loop, by the few words of `Kit`."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from jobs import numbers, open_group
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, RMSprop, lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import portable_fsdp as pf
+from portable_fsdp.layout import full_region
+from portable_fsdp.models.factory import open_factory
+
+ROWS, STEPS = 24, 20
+Batch = dict[str, Tensor]
+Step = Callable[[Batch], Batch]
+
+
+class Net(nn.Module):
+    def __init__(self, inputs: int = 8, outputs: int = 3) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(inputs, 16), nn.LayerNorm(16), nn.Linear(16, outputs)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.up(x))
+        for block in self.blocks:
+            x = x + block(x)
+        self.kept = x
+        return self.down(x) * self.scale
+
+
+class Kit:
+    """torch alone, in one process."""
+
+    def module(self, make: Callable[[], nn.Module]) -> Any:
+        """With the initial values that engines give it: they follow from the names of weights."""
+        model, fill = open_factory("plain", make, pf.make_config().run.seed, torch.float32)
+        buffers = dict(model.named_buffers())
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for fqn, weight in model.named_parameters():
+                weight.copy_(fill(fqn, full_region(weight.shape)))
+            for fqn, buffer in model.named_buffers():
+                buffer.copy_(buffers[fqn])
+        return model
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before its first step."""
+
+    def mean(self, of_rows: Tensor) -> Tensor:
+        """The part of these rows in the mean over the global batch."""
+        return of_rows.sum() / ROWS
+
+    def backwards(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def second_derivatives(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def without_backward(self) -> AbstractContextManager[None]:
+        return torch.no_grad()
+
+    def clip(self, weights: list[Tensor], limit: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(weights, limit)
+
+    def zero(self, *optimizers: torch.optim.Optimizer) -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    def whole(self, values: Batch) -> Batch:
+        """The sums over all rows."""
+        return {name: value.detach() for name, value in values.items()}
+
+
+class Engine(Kit):
+    def __init__(self, engine: Any, config: Any) -> None:
+        self._engine, self._config = engine, config
+
+    def module(self, make: Callable[[], nn.Module]) -> Any:
+        return pf.shard_model(make, self._config, self._engine)
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._engine.shard_optimizer(optimizer)
+
+    def backwards(self) -> AbstractContextManager[None]:
+        return self._engine.accumulate(True)
+
+    def second_derivatives(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._engine.second_derivatives(model)
+
+    def without_backward(self) -> AbstractContextManager[None]:
+        return self._engine.evaluate()
+
+    def clip(self, weights: list[Tensor], limit: float) -> Tensor:
+        return self._engine.clip_grad_norm(weights, limit)
+
+    def zero(self, *optimizers: torch.optim.Optimizer) -> None:
+        for optimizer in optimizers:
+            self._engine.zero_gradients(optimizer, keep=False)
+
+    def whole(self, values: Batch) -> Batch:
+        return {name: self._engine.sum(value.detach()) for name, value in values.items()}
+
+
+class Loop:
+    """A step, and what the host does between steps: `after(step number, losses of the step)`."""
+
+    def __init__(self, step: Step, after: Callable[[int, dict[str, float]], None] = lambda *_: None) -> None:
+        self.step, self.after = step, after
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["classes"], reduction="none")
+
+
+def adamw(model: nn.Module, betas: tuple[float, float] = (0.9, 0.99)) -> AdamW:
+    """`eps`: the first steps would take a gradient of rounding errors for one of full size."""
+    return AdamW(model.parameters(), lr=1e-2, betas=betas, eps=1e-5)
+
+
+def simple(
+    kit: Kit,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    loss_of: Callable[[Any, Batch], Tensor] = cross_entropy,
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    before: Callable[[Any, int], None] = lambda *_: None,
+) -> Loop:
+    model = kit.module(Net)
+    kit.optimizer(optimizer := make(model))
+    scheduler = schedule(optimizer) if schedule else None
+
+    def step(batch: Batch) -> Batch:
+        with kit.backwards():
+            loss = kit.mean(loss_of(model, batch))
+            loss.backward()
+        norm = kit.clip(list(model.parameters()), 1.0)
+        optimizer.step()
+        kit.zero(optimizer)
+        return kit.whole({"loss": loss}) | {"norm": norm}
+
+    def after(number: int, losses: dict[str, float]) -> None:
+        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+            scheduler.step(round(losses["loss"], 2))
+        elif scheduler:
+            scheduler.step()
+        losses |= {f"rate {at}": group["lr"] for at, group in enumerate(optimizer.param_groups)}
+        before(model, number + 1)
+
+    return Loop(step, after)
+
+
+def gan(kit: Kit) -> Loop:
+    makes, judges = kit.module(lambda: Net(4, 8)), kit.module(lambda: Net(8, 1))
+    of_makes, of_judges = adamw(makes), adamw(judges, betas=(0.5, 0.9))
+    kit.optimizer(of_makes)
+    kit.optimizer(of_judges)
+
+    def loss_of(logits: Tensor, is_real: float) -> Tensor:
+        target = torch.full_like(logits, is_real)
+        return kit.mean(F.binary_cross_entropy_with_logits(logits, target, reduction="none"))
+
+    def step(batch: Batch) -> Batch:
+        kit.zero(of_judges)
+        fake = makes(batch["x"][:, :4] * 0.5)
+        with kit.backwards():
+            (real := loss_of(judges(batch["x"]), 1.0)).backward()
+            (wrong := loss_of(judges(fake.detach()), 0.0)).backward()
+        of_judges.step()
+        with kit.backwards():
+            (fools := loss_of(judges(fake), 1.0)).backward()
+        kit.clip(list(makes.parameters()), 0.5)
+        of_makes.step()
+        kit.zero(of_makes)
+        return kit.whole({"real": real, "wrong": wrong, "fools": fools})
+
+    return Loop(step)
+
+
+def one_optimizer_of_two(kit: Kit) -> Loop:
+    """Over all of one model and a part of the other; by SGD with momentum."""
+    encodes, decodes = kit.module(lambda: Net(8, 4)), kit.module(lambda: Net(4, 8))
+    weights = [*encodes.parameters(), *decodes.blocks.parameters()]
+    kit.optimizer(optimizer := SGD(weights, lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-3))
+
+    def step(batch: Batch) -> Batch:
+        with kit.backwards():
+            loss = kit.mean((decodes(encodes(batch["x"])) - batch["x"]).square().sum(-1))
+            loss.backward()
+        norm = kit.clip(weights, 0.5)
+        optimizer.step()
+        kit.zero(optimizer)
+        for weight in decodes.parameters():
+            weight.grad = None
+        return kit.whole({"loss": loss}) | {"norm": norm}
+
+    return Loop(step)
+
+
+def teacher(kit: Kit) -> Loop:
+    teaches, learns = kit.module(lambda: Net().requires_grad_(False)), kit.module(lambda: Net())
+    kit.optimizer(optimizer := RMSprop(learns.parameters(), lr=1e-3))
+
+    def step(batch: Batch) -> Batch:
+        with kit.without_backward():
+            wanted = (teaches(batch["x"]) * 2).softmax(-1)
+        with kit.backwards():
+            loss = kit.mean(-(learns(batch["x"]).log_softmax(-1) * wanted).sum(-1))
+            loss.backward()
+        optimizer.step()
+        kit.zero(optimizer)
+        return kit.whole({"loss": loss})
+
+    return Loop(step)
+
+
+def average(kit: Kit) -> Loop:
+    model = kit.module(Net)
+    averaged = kit.module(lambda: AveragedModel(Net(), multi_avg_fn=get_ema_multi_avg_fn(0.9)).requires_grad_(False))
+    kit.optimizer(optimizer := adamw(model))
+
+    def step(batch: Batch) -> Batch:
+        with kit.backwards():
+            loss = kit.mean(cross_entropy(model, batch))
+            loss.backward()
+        optimizer.step()
+        kit.zero(optimizer)
+        averaged.update_parameters(model)
+        with kit.without_backward():
+            return kit.whole({"loss": loss, "averaged": kit.mean(cross_entropy(averaged, batch))})
+
+    return Loop(step)
+
+
+def several_backwards(kit: Kit) -> Loop:
+    """Two of one forward and one of another, in two contexts of gradients."""
+    model = kit.module(Net)
+    kit.optimizer(optimizer := adamw(model))
+
+    def step(batch: Batch) -> Batch:
+        with kit.backwards():
+            out = model(batch["x"])
+            first = kit.mean(F.cross_entropy(out, batch["classes"], reduction="none"))
+            first.backward(retain_graph=True)
+            (second := kit.mean(0.3 * out.square().mean(-1))).backward()
+        with kit.backwards():
+            (third := kit.mean(model(batch["x"].flip(1)).square().mean(-1))).backward()
+        norm = kit.clip(list(model.parameters()), 0.5)
+        optimizer.step()
+        kit.zero(optimizer)
+        return kit.whole({"first": first, "second": second, "third": third}) | {"norm": norm}
+
+    return Loop(step)
+
+
+def penalty(kit: Kit) -> Loop:
+    model = kit.module(lambda: Net(8, 1))
+    kit.optimizer(optimizer := adamw(model))
+
+    def step(batch: Batch) -> Batch:
+        x = batch["x"].detach().requires_grad_()
+        with kit.backwards(), kit.second_derivatives(model):
+            out = model(x).squeeze(1)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            loss = kit.mean((out - batch["classes"]).square() + 0.1 * (slope.norm(dim=1) - 1).square())
+            loss.backward()
+        optimizer.step()
+        kit.zero(optimizer)
+        return kit.whole({"loss": loss})
+
+    return Loop(step)
+
+
+def freeze(model: Any, number: int) -> None:
+    if number in (8, 14):
+        model.blocks.requires_grad_(number == 14)
+
+
+def two_groups(model: nn.Module, lr: float = 1e-2) -> AdamW:
+    decays = [weight for weight in model.parameters() if weight.dim() > 1]
+    others = [weight for weight in model.parameters() if weight.dim() <= 1]
+    groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": lr / 2}]
+    return AdamW(groups, lr=lr, eps=1e-5)
+
+
+def with_kept(model: Any, batch: Batch) -> Tensor:
+    return cross_entropy(model, batch) + 0.1 * model.kept.square().mean(-1)
+
+
+def halves(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, [lambda k: 1.0, lambda k: 2.0 - k % 5 / 4])
+
+
+PATTERNS: dict[str, Callable[[Kit], Loop]] = {
+    "gan": gan,
+    "one optimizer of two models": one_optimizer_of_two,
+    "teacher": teacher,
+    "average": average,
+    "several backwards": several_backwards,
+    "gradient penalty": penalty,
+    "frozen half-way": lambda kit: simple(kit, before=freeze),
+    "kept activations": lambda kit: simple(kit, loss_of=with_kept),
+    "rates that coincide": lambda kit: simple(kit, two_groups, schedule=halves),
+    "warm-up of 0.1": lambda kit: simple(
+        kit, lambda m: two_groups(m, 0.1), schedule=lambda o: lr_scheduler.LambdaLR(o, lambda k: min(1, k / 4))
+    ),
+    "one cycle": lambda kit: simple(kit, schedule=lambda o: lr_scheduler.OneCycleLR(o, 0.05, total_steps=40)),
+    "plateau": lambda kit: simple(
+        kit, schedule=lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.1)
+    ),
+}
+MORE_PROGRAMS = {"frozen half-way": 2}
+"""Changed sets of trained weights."""
+
+
+def rows_of(number: int) -> Batch:
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(ROWS, 8, generator=generator)
+    return {"x": x, "classes": (x[:, :3] + x[:, 3:6].sin()).argmax(1)}
+
+
+def plain_run(name: str) -> list[dict[str, float]]:
+    loop, out = PATTERNS[name](Kit()), list[dict[str, float]]()
+    for number in range(STEPS):
+        out.append({key: value.item() for key, value in loop.step(rows_of(number)).items()})
+        loop.after(number, out[-1])
+    return out
+
+
+def engine_run(name: str, settings: dict[str, Any]) -> tuple[list[dict[str, float]], int]:
+    """The same on an engine, and the number of programs that were compiled after step 2."""
+    config = pf.make_config(**settings)
+    with open_group(config) as engine:
+        loop, out, early = PATTERNS[name](Engine(engine, config)), list[dict[str, float]](), 0
+        step = engine.compile(loop.step, "own step")
+        for number in range(STEPS):
+            part = engine.data_shard
+            rows = {key: value.chunk(part.count)[part.index].clone() for key, value in rows_of(number).items()}
+            out.append(numbers(engine.fetch(step(engine.place(rows)))))
+            loop.after(number, out[-1])
+            early = engine.compilations if number == 1 else early
+        return out, engine.compilations - early
