@@ -64,12 +64,15 @@ class Watchdog(Closing):
     collectives; a thread writes them into `logs/collectives-PROCESS.json`, unless the interpreter is stuck.
     """
 
-    def __init__(self, folder: Path, process: int, timeout_s: float | Literal["auto"], *, prints: bool) -> None:
-        """`timeout_s`: limit of each phase; auto: by the constants above. `prints`: say the reason on stderr."""
+    def __init__(
+        self, folder: Path, process: int, timeout_s: float | Literal["auto"], *, prints: bool, began: float
+    ) -> None:
+        """`timeout_s`: limit of each phase; auto: by the constants above. `prints`: say the reason on stderr. `began`:
+        time before any event of this start, the same on all processes."""
         self._timeout_s, self._steps, self._longest = timeout_s, deque[float](maxlen=50), dict[str, float]()
         self._kinds = set[Hashable]([None])
         self._began, self._apart_s, self._step, self.phase = 0.0, 0.0, 0, 0
-        self.began = time.time()
+        self.began = began
         self.what, self._behind, self._waits = "", ("", 0.0), process != 0
         self.limit_s: float = LONG_S
         self.steps = self.parts = 0  # finished since the start; parts of checkpoints

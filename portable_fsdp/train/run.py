@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -119,9 +120,8 @@ def open_run(
     last, eval_every = min(steps, config.train.stop_at or steps), config.train.eval_every if evaluator else None
     limits = Limits(last, config.checkpoint.every, eval_every, config.train.patience, config.train.sample_every)
     prints = os.environ.get("LOCAL_RANK", "0") == "0"
-    watchdog = held.enter_context(
-        Watchdog(start.folder, engine.process.index, config.run.step_timeout_s, prints=prints)
-    )
+    began, timeout = engine.agree(time.time()), config.run.step_timeout_s
+    watchdog = held.enter_context(Watchdog(start.folder, engine.process.index, timeout, prints=prints, began=began))
     engine.watch(watchdog)
     checkpoints.on_part = watchdog.note_part
     grace = Grace()

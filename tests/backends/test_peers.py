@@ -66,7 +66,7 @@ from portable_fsdp.backends.peers import join
 from portable_fsdp.runtime.watchdog import Watchdog
 index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 peers, device = join("gloo", Partition(index, count), {TIMEOUT_S}, os.environ), "cpu"
-watchdog = Watchdog(Path("FOLDER"), index, {2 * TIMEOUT_S}, prints=True)
+watchdog = Watchdog(Path("FOLDER"), index, {2 * TIMEOUT_S}, prints=True, began=time.time())
 if index == 0:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
