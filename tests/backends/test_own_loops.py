@@ -1,10 +1,16 @@
 """Loops of one's own, with several models and optimizers of torch, against the same loop in plain torch."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-from own_loops import MORE_PROGRAMS, PATTERNS, engine_run, plain_run
+import torch
+from own_loops import MORE_PROGRAMS, PATTERNS, ROWS, Net, engine_run, plain_run
+from torch import Tensor
 from workers import GetWorkers, Group, marked
+
+import portable_fsdp as pf
 
 SHARDED: dict[str, Any] = {}
 WHOLE: dict[str, Any] = {"sharding": {"strategy": "NO_SHARD"}}
@@ -26,3 +32,23 @@ def test_the_losses_are_those_of_plain_torch(
         for step, (actual, plain) in enumerate(zip(losses, expected, strict=True)):
             assert actual == pytest.approx(plain, rel=1e-5), f"step {step}"
         assert late == MORE_PROGRAMS.get(name, 0) * group.engine.compiles
+
+
+def test_the_example_of_the_docs_runs() -> None:
+    """Its step is the pattern `gan`."""
+    page = (Path(__file__).parents[2] / "docs/library.md").read_text()
+    [block] = re.findall(r"```python\n(makes, .*?)```", page, re.DOTALL)
+
+    def loss_of(logits: Tensor, is_real: float) -> Tensor:
+        target = torch.full_like(logits, is_real)
+        return torch.nn.functional.binary_cross_entropy_with_logits(logits, target, reduction="sum") / ROWS
+
+    config = pf.make_config()
+    with pf.open_backend(config, device="cpu", backend="native") as engine:
+        names: dict[str, Any] = {"pf": pf, "torch": torch, "config": config, "engine": engine, "loss_of": loss_of}
+        names |= {"Maker": lambda: Net(4, 8), "Judge": lambda: Net(8, 1)}
+        exec(compile(block, "library.md", "exec"), names)
+        batch = {"x": torch.randn(ROWS, 8), "noise": torch.randn(ROWS, 4)}
+        losses = [engine.fetch(names["train"](engine.place(batch))).result() for _ in range(2)]
+    assert all(loss.isfinite() for step in losses for loss in step.values())
+    assert all(losses[1][name] != losses[0][name] for name in ("judge", "maker"))  # both optimizers stepped

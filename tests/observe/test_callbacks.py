@@ -245,7 +245,7 @@ def test_three_calls_from_the_loop_to_the_optimizer(engine: str, micro_batch: in
 
 def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs/library.md").read_text()
-    [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    [block] = re.findall(r"```python\n(.*?)```", page.partition("## Callbacks")[2], re.DOTALL)
     small = ["data.seq_len=32", "train.global_batch=2", "train.steps=2", "optim.warmup_steps=1", "run.dir=run"]
     program = block.replace('"configs/quickstart.yaml", []', f'"{ROOT}/configs/quickstart.yaml", {small}')
     names: dict[str, Any] = {}
