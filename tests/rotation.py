@@ -19,7 +19,7 @@ LONG_S = 600
 
 def _limit_s(item: pytest.Item) -> float:
     mark = item.get_closest_marker("timeout")
-    return float(mark.args[0]) if mark else 0.0
+    return float(mark.args[0] if mark.args else mark.kwargs["timeout"]) if mark else 0.0
 
 
 def _place(text: str) -> str:

@@ -1,5 +1,6 @@
 """Optimizers of the user's own: their state, allocated by a copy that steps on meta, and their steps."""
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -26,7 +27,7 @@ def zero_state(
 ) -> None:
     """Allocate the state of an optimizer that has none. `zeros(parameter, twin, group)` makes each tensor of it.
 
-    State that doesn't begin as zeros (Adagrad's with an initial value, Rprop's) is left to the first step. Raises
+    State that doesn't begin as zeros (NAdam's, SGD's with dampening) is left to the first step. Raises
     BackendError for a parameter without owner, for an optimizer that has stepped, and as `optimizer_state_twins`.
     """
     name = type(optimizer).__name__
@@ -36,7 +37,10 @@ def zero_state(
             "  Shard the models first, and make the optimizer of their parameters."
         )
     if any(optimizer.state.values()):
-        raise BackendError(f"shard_optimizer: {name} has state already.\n  Pass it before its first step.")
+        raise BackendError(
+            f"shard_optimizer: {name} has state already.\n  Pass an optimizer once, before its first step. Those that "
+            "make their state when they are made (torch's Adagrad) aren't supported."
+        )
     twin, twins = _copied(optimizer, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
     step_on_meta(optimizer, partial(type(optimizer).step, twin))
     if not _begins_as_zeros(optimizer):
@@ -50,8 +54,10 @@ def zero_state(
 def _begins_as_zeros(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step from zeros in place of no state gives the same small weights."""
     (plain, ends), (zeroed, others) = (
-        _copied(optimizer, lambda p: torch.ones((2,) * p.dim(), dtype=p.dtype)) for _ in range(2)
+        _copied(optimizer, lambda p: torch.ones((2,) * p.dim(), dtype=torch.float64)) for _ in range(2)
     )
+    for group in (*plain.param_groups, *zeroed.param_groups):
+        group["lr"] = 0.1  # a scheduler may begin at 0
     type(optimizer).step(cast(Any, plain))
     for weight, twin in others.items():
         state = plain.state[ends[weight]].items()
@@ -75,7 +81,9 @@ def _copied(
     ]
     hooks = {name: OrderedDict[int, Any]() for name in vars(optimizer) if name.startswith("_optimizer_step_")}
     copied = object.__new__(type(optimizer))
-    vars(copied).update({**vars(optimizer), **hooks, "state": defaultdict(dict), "param_groups": groups})
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", *hooks)}
+    own = copy.deepcopy(own, {id(weight): twin for weight, twin in twins.items()})  # a step may change them
+    vars(copied).update({**own, **hooks, "state": defaultdict(dict), "param_groups": groups})
     return copied, twins
 
 
@@ -87,10 +95,13 @@ def step_kinds_apart(optimizer: torch.optim.Optimizer) -> None:
 
 def _step_apart(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
     apart = [
-        {**group, "params": weights}
+        (group, {**group, "params": weights})
         for group in optimizer.param_groups
         for kind in (True, False)
         if (weights := [weight for weight in group["params"] if isinstance(weight, DTensor) is kind])
     ]
-    with other_groups(optimizer, apart):
-        return type(optimizer).step(optimizer, *args, **kwargs)
+    with other_groups(optimizer, [part for _, part in apart]):
+        out = type(optimizer).step(optimizer, *args, **kwargs)
+    for group, part in apart:  # what the step wrote there
+        group |= {key: value for key, value in part.items() if key != "params"}
+    return out

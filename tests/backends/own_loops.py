@@ -58,7 +58,7 @@ class Kit:
         """The part of these rows in the mean over the global batch."""
         return of_rows.sum() / ROWS
 
-    def backwards(self) -> AbstractContextManager[None]:
+    def backwards(self, *, last: bool = True, model: Any = None) -> AbstractContextManager[None]:
         return nullcontext()
 
     def second_derivatives(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -89,8 +89,8 @@ class Engine(Kit):
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._engine.shard_optimizer(optimizer)
 
-    def backwards(self) -> AbstractContextManager[None]:
-        return self._engine.accumulate(True)
+    def backwards(self, *, last: bool = True, model: Any = None) -> AbstractContextManager[None]:
+        return self._engine.accumulate(last, model)
 
     def second_derivatives(self, model: nn.Module) -> AbstractContextManager[None]:
         return self._engine.second_derivatives(model)
@@ -130,7 +130,7 @@ def simple(
     make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     loss_of: Callable[[Any, Batch], Tensor] = cross_entropy,
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
-    before: Callable[[Any, int], None] = lambda *_: None,
+    before: Callable[[Any, int, torch.optim.Optimizer], None] = lambda *_: None,
 ) -> Loop:
     model = kit.module(Net)
     kit.optimizer(optimizer := make(model))
@@ -151,7 +151,7 @@ def simple(
         elif scheduler:
             scheduler.step()
         losses |= {f"rate {at}": group["lr"] for at, group in enumerate(optimizer.param_groups)}
-        before(model, number + 1)
+        before(model, number + 1, optimizer)
 
     return Loop(step, after)
 
@@ -239,7 +239,7 @@ def average(kit: Kit) -> Loop:
 
 
 def several_backwards(kit: Kit) -> Loop:
-    """Two of one forward and one of another, in two contexts of gradients."""
+    """Two of one forward and others, in contexts of gradients; before the last one a part of the model is frozen."""
     model = kit.module(Net)
     kit.optimizer(optimizer := adamw(model))
 
@@ -249,8 +249,14 @@ def several_backwards(kit: Kit) -> Loop:
             first = kit.mean(F.cross_entropy(out, batch["classes"], reduction="none"))
             first.backward(retain_graph=True)
             (second := kit.mean(0.3 * out.square().mean(-1))).backward()
-        with kit.backwards():
+        with kit.backwards(last=False):
+            kit.mean(0.2 * model(batch["x"].flip(0)).square().mean(-1)).backward()
+        with kit.backwards(model=model):
             (third := kit.mean(model(batch["x"].flip(1)).square().mean(-1))).backward()
+        model.down.requires_grad_(False)
+        with kit.backwards():
+            kit.mean(0.1 * model(-batch["x"]).square().mean(-1)).backward()
+        model.down.requires_grad_(True)
         norm = kit.clip(list(model.parameters()), 0.5)
         optimizer.step()
         kit.zero(optimizer)
@@ -277,9 +283,14 @@ def penalty(kit: Kit) -> Loop:
     return Loop(step)
 
 
-def freeze(model: Any, number: int) -> None:
+def freeze(model: Any, number: int, _: torch.optim.Optimizer) -> None:
     if number in (8, 14):
         model.blocks.requires_grad_(number == 14)
+
+
+def load(_: Any, number: int, optimizer: torch.optim.Optimizer) -> None:
+    if number == 5:
+        optimizer.load_state_dict(optimizer.state_dict())
 
 
 def two_groups(model: nn.Module, lr: float = 1e-2) -> AdamW:
@@ -304,6 +315,7 @@ PATTERNS: dict[str, Callable[[Kit], Loop]] = {
     "average": average,
     "several backwards": several_backwards,
     "gradient penalty": penalty,
+    "loaded half-way": lambda kit: simple(kit, two_groups, before=load),
     "frozen half-way": lambda kit: simple(kit, before=freeze),
     "kept activations": lambda kit: simple(kit, loss_of=with_kept),
     "rates that coincide": lambda kit: simple(kit, two_groups, schedule=halves),

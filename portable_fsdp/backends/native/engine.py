@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -122,6 +123,8 @@ class NativeBackend(contract.Backend):
         self._models: dict[nn.Module, _Sharded] = {}
         self._reshards_later = False  # in `accumulate` and `evaluate`, which reshard all models when they end
         self._sums: dict[tuple[int, ...], GradientSums] = {}  # by the ids of the models
+        # Weights whose gradients are sums, over which axes.
+        self._summed: dict[nn.Parameter, tuple[nn.Module, weakref.ref[Tensor], set[str]]] = {}
         self.offload: ActivationOffload | None = None
         self._update_scales: list[Callable[[], None]] = []  # of weights that are gathered in float8
         self._keeps_gradients = config.memory.cpu_offload  # else their pinned memory would be allocated in each step
@@ -301,6 +304,9 @@ class NativeBackend(contract.Backend):
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         from portable_fsdp.backends.own_optimizers import owners_of, step_kinds_apart, zero_state
 
+        if self.loss_scaler is not None:
+            raise BackendError("shard_optimizer: precision.compute=float16 scales losses.\n  Set bfloat16.")
+
         def zeros(parameter: Tensor, twin: Tensor, group: dict[str, Any]) -> Tensor:
             model, fqn = owners[parameter]
             return _zeros(parameter, twin, group, self._models[model].layouts[fqn])
@@ -352,6 +358,7 @@ class NativeBackend(contract.Backend):
                 else:
                     root.set_requires_gradient_sync(last)
         self._gather_first(models)
+        self._reopen_sums(models)
         sums = self._gradient_sums(models) if last and self._group(LOSS_AXES) else None
         with (
             self._resharding_later(),
@@ -363,7 +370,29 @@ class NativeBackend(contract.Backend):
             if (plan := self._models[model].plan) is not None:
                 from portable_fsdp.backends.native.tensor import sum_gradients
 
-                sum_gradients(model, plan, self._along("tensor"))
+                by_tensor = sum_gradients(model, plan, self._along("tensor"))
+                self._note_sums(by_tensor, [model], "tensor")
+        if sums is not None:
+            self._note_sums(sums.parameters, models, *LOSS_AXES)
+
+    def _note_sums(self, weights: Iterable[nn.Parameter], models: list[nn.Module], *axes: str) -> None:
+        if len(models) > 1:
+            owner = {weight: model for model in models for weight in model.parameters()}
+        else:
+            owner = dict.fromkeys(weights, models[0])
+        for weight in weights:
+            if weight.grad is not None:
+                _, _, before = self._summed.get(weight, (None, None, ()))
+                self._summed[weight] = owner[weight], weakref.ref(weight.grad), {*before, *axes}
+
+    def _reopen_sums(self, models: Iterable[nn.Module]) -> None:
+        """Make gradients that are sums parts of one again, since this context or a later one sums anew: the first
+        process along their axes keeps them, the others get zeros."""
+        for weight, (model, gradient, axes) in [*self._summed.items()]:
+            if model in models and weight.requires_grad:
+                del self._summed[weight]
+                if (old := gradient()) is not None and old is weight.grad and any(map(self._place.get, axes)):
+                    local_part(old).zero_()
 
     def _gradient_sums(self, models: list[nn.Module]) -> "GradientSums | None":
         """The all-reduce of gradients that FSDP2 doesn't reduce, rebuilt when the set of trainable weights changes;
@@ -403,6 +432,8 @@ class NativeBackend(contract.Backend):
     def second_derivatives(self, model: nn.Module) -> AbstractContextManager[None]:
         from portable_fsdp.backends.native.boundary import kept_gathered
 
+        if model not in self._models:
+            raise ValueError("second_derivatives: this engine didn't shard that model; pass one that it sharded")
         return kept_gathered(self._models[model].units)
 
     @contextmanager
@@ -440,10 +471,14 @@ class NativeBackend(contract.Backend):
         named = ((self._models[part].layouts, fqn, p) for part in parts for fqn, p in part.named_parameters())
         specs: dict[Tensor, Spec] = {p: layouts[fqn] for layouts, fqn, p in named if p.grad is not None}
         for parameter in specs if isinstance(model, nn.Module) else model:
+            if parameter.grad is not None and parameter not in specs:
+                raise BackendError("clip_grad_norm: a parameter is of no model that this engine sharded.")
             if parameter in specs:
                 axes = tuple(sorted(cutting_axes(specs[parameter])))  # one sum, whichever dimension is split
                 cut_by.setdefault(axes, []).append(local_part(cast(Tensor, parameter.grad)))
         gradients = [gradient for part in cut_by.values() for gradient in part]
+        if not gradients:
+            return torch.zeros((), device=self.device)
         squares = [self._sum_of_shards(self._squared_norm(part), axes) for axes, part in cut_by.items()]
         norm = torch.stack(squares).sum().sqrt()
         factor = None if self.loss_scaler is None else 1 / self.loss_scaler.scale

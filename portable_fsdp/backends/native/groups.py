@@ -7,7 +7,6 @@ and positions are those of whole rows. Along `expert` each process holds a part 
 `models/experts.py` has the algorithm, which reads nothing on the host; this file has its all-to-all.
 """
 
-import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -194,7 +193,6 @@ class GradientSums:
         self._missing: list[set[nn.Parameter]] = []  # parameters of each bucket without a gradient yet
         self._under_way: list[Callable[[], None]] = []  # each waits for the sum of a bucket
         self._started: int | None = None  # number of buckets; None: no sum begins when a gradient arrives
-        self._sums: dict[nn.Parameter, weakref.ref[Tensor]] = {}  # gradients that are sums already
         self._hooks: list[RemovableHandle] = []
         size = BUCKET_BYTES
         for parameter in reversed(parameters):  # backward reaches roughly the last weights first
@@ -212,13 +210,8 @@ class GradientSums:
 
     @contextmanager
     def summing(self, *, overlap: bool) -> Generator[None]:
-        """Context of the last micro batch; on exit the gradients are the sums.
-
-        `overlap`: begin during its only backward. Else it may have several, and add to gradients that are sums already.
-        """
-        sums = {} if overlap else {p: p.grad for p in self.parameters if p.grad is not None and self._is_sum(p)}
-        for parameter in sums:
-            parameter.grad = None
+        """Context of the last micro batch; on exit the gradients are the sums. `overlap`: begin during its only
+        backward; else it may have several."""
         self._missing, self._started = [set(bucket) for bucket in self._buckets], 0 if overlap else None
         try:
             yield
@@ -230,13 +223,6 @@ class GradientSums:
         finally:
             self._started = None
             self._under_way.clear()
-            for parameter, earlier in sums.items():
-                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
-            if not overlap:
-                self._sums = {p: weakref.ref(p.grad) for p in self.parameters if p.grad is not None}
-
-    def _is_sum(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._sums and self._sums[parameter]() is parameter.grad
 
     def _note(self, bucket: int, parameter: Tensor) -> None:
         if self._started is None:

@@ -254,16 +254,19 @@ def vocabulary_loss(group: Group, first: int, logits: Tensor, labels: Tensor) ->
 # --------------------------------------------------------------------------------------------------------- gradients
 
 
-def sum_gradients(model: nn.Module, plan: TensorPlan, group: Group) -> None:
-    """Sum the gradients of `plan.summed`, in one collective for each dtype: each process has a part of them."""
+def sum_gradients(model: nn.Module, plan: TensorPlan, group: Group) -> list[nn.Parameter]:
+    """Sum the gradients of `plan.summed`, in one collective for each dtype: each process has a part of them. Returns
+    their weights."""
     kinds: dict[torch.dtype, list[Tensor]] = {}
-    for fqn, weight in model.named_parameters():
-        if fqn in plan.summed and weight.grad is not None and (own := local_part(weight.grad)).numel():
+    weights = [w for fqn, w in model.named_parameters() if fqn in plan.summed and w.grad is not None]
+    for weight in weights:
+        if (own := local_part(cast(Tensor, weight.grad))).numel():
             kinds.setdefault(own.dtype, []).append(own)
     for gradients in kinds.values():
         flat = group.sum(torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
+    return weights
 
 
 # ------------------------------------------------------------------------------------------------------------- trials

@@ -155,21 +155,29 @@ class PjrtBackend(Backend):
         """
         numbers: dict[str, float] = {}
         for at, (optimizer, ours) in enumerate(self._steps_by_ours.items()):
+            self._follow(optimizer, ours)
             rates = {f"lr {number}": float(group["lr"]) for number, group in enumerate(optimizer.param_groups)}
             numbers |= {f"{name} of optimizer {at}": number for name, number in {**rates, **ours.counts()}.items()}
         placed = self.place({name: torch.tensor(number) for name, number in numbers.items()}) if numbers else {}
-        groups = [group for optimizer in self._steps_by_ours for group in optimizer.param_groups]
-        rates = [group["lr"] for group in groups]
+        before: list[tuple[dict[str, Any], Any, Tensor, int]] = []
         for at, (optimizer, ours) in enumerate(self._steps_by_ours.items()):
             end = f" of optimizer {at}"
             ours.placed = {name.removesuffix(end): value for name, value in placed.items() if name.endswith(end)}
             for number, group in enumerate(optimizer.param_groups):
-                group["lr"] = ours.placed[f"lr {number}"]
+                rate = ours.placed[f"lr {number}"]
+                before.append((group, group["lr"], rate, rate._version))
+                group["lr"] = rate
         try:
             yield
         finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
+            is_changed = any(group["lr"] is not rate or rate._version != version for group, _, rate, version in before)
+            for group, old, _, _ in before:
+                group["lr"] = old
+        if is_changed:
+            raise BackendError(
+                "step: a compiled step changed the learning rate of an optimizer.\n"
+                "  Call the scheduler's step between steps."
+            )
 
     @property
     def compilations(self) -> int:
@@ -244,12 +252,27 @@ class PjrtBackend(Backend):
         if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam) or any(map(optimizer.defaults.get, options)):
             return
         ours = AdamW([{"params": [p for group in optimizer.param_groups for p in group["params"]]}])
+        ours.barrier = self._barrier
+        self._steps_by_ours[optimizer] = ours
+
+        def step(optimizer: Any, closure: None = None) -> None:
+            if closure is not None:
+                raise BackendError("step: on XLA an optimizer takes no closure.\n  Compute the loss before its step.")
+            for hook in optimizer._optimizer_step_pre_hooks.values():
+                hook(optimizer, (), {})
+            self._follow(optimizer, ours)
+            ours.step()
+            for hook in optimizer._optimizer_step_post_hooks.values():
+                hook(optimizer, (), {})
+
+        replace_step(optimizer, step)
+
+    @staticmethod
+    def _follow(optimizer: torch.optim.Optimizer, ours: CountingOptimizer) -> None:
+        """Let `ours` have the present groups and state: `load_state_dict` makes new ones."""
         ours.state, ours.param_groups = optimizer.state, optimizer.param_groups
         for group in optimizer.param_groups:
             group["decoupled"] = type(optimizer) is torch.optim.AdamW
-        ours.barrier = self._barrier
-        self._steps_by_ours[optimizer] = ours
-        replace_step(optimizer, lambda _: ours.step())
 
     def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[Operation]]]:
         """Write a trace for xprof."""

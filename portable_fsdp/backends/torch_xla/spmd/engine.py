@@ -292,6 +292,8 @@ class XlaBackend(PjrtBackend):
         weights = model.parameters() if isinstance(model, nn.Module) else model
         parameters = [parameter for parameter in weights if parameter.grad is not None]
         gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
+        if not gradients:
+            return torch.zeros((), device=self.device)
         # In float32: bfloat16 gradients (precision.master) would give a norm of three digits. Squares, and one root:
         # each vector_norm would become absolute values, powers and a root, which cost compile time.
         norm = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum().sqrt()
