@@ -41,6 +41,8 @@ def zero_state(
             f"shard_optimizer: {name} has state already.\n  Pass an optimizer once, before its first step. Those that "
             "make their state when they are made (torch's Adagrad) aren't supported."
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise BackendError("shard_optimizer: LBFGS needs a closure, which runs forward many times. Use another one.")
     twin, twins = _copied(optimizer, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
     step_on_meta(optimizer, partial(type(optimizer).step, twin))
     if not _begins_as_zeros(optimizer):
