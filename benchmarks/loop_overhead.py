@@ -166,7 +166,7 @@ class WatchedStep:
         environ = {**os.environ, "MASTER_PORT": str(int(os.environ["MASTER_PORT"]) + 1)}
         environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         self._step, self._peers, self._number = step, Peers(rank, 1e6, timedelta(minutes=5), environ), 0
-        self._watchdog = Watchdog(folder, rank.index, "auto", prints=False)
+        self._watchdog = Watchdog(folder, rank.index, "auto", prints=False, began=time.time())
         held.callback(self._watchdog.close)
         held.callback(self._peers.leave, None)
         self._peers.meet()

@@ -66,8 +66,8 @@ def test_a_glob_is_sorted_and_goes_to_any_depth(tmp_path: Path) -> None:
 
 def test_text_that_is_not_utf8_is_broken_and_content_follows_bytes_and_their_cut_into_files(tmp_path: Path) -> None:
     """The broken one keeps its number; names don't count."""
-    for name, content in (("a", b"a"), ("b", "abc Grüße".encode("latin-1")), ("c", b"c")):
-        (tmp_path / f"{name}.txt").write_bytes(content)
+    for name, written in (("a", b"a"), ("b", "abc Grüße".encode("latin-1")), ("c", b"c")):
+        (tmp_path / f"{name}.txt").write_bytes(written)
     first, broken, last = read("text", tmp_path / "*.txt")
     assert isinstance(broken, Broken)
     assert (first.number, broken.number, last.number) == (0, 1, 2)
