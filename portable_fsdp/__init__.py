@@ -40,13 +40,8 @@ _HOMES = {
     "optim.optimizer": ("learning_rate",),
     "runtime.command": ("errors_as_sentences",),
     "train.build": (
-        "build_evaluator",
-        "build_training",
-        "open_batches",
-        "open_checkpoints",
-        "shard",
-        "shard_model",
-        "total_steps",
+        *("build_evaluator", "build_training", "open_batches", "open_checkpoints"),
+        *("shard", "shard_model", "total_steps"),
     ),
     "train.step": ("train_step",),
 }

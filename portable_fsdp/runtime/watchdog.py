@@ -43,8 +43,8 @@ _HUNG = 1
 """The last byte of the shared memory, once the process is to be killed."""
 _POLL_S = 0.5
 _WAITERS_S = 2.0
-"""Limit of a process that waits for others, beyond that of these: they are named. Processes other than the first wait
-until they know more, so that they don't name themselves when all stand still."""
+"""Added to the limit of a process that waits for others, so that a hung one is recorded first. Processes other than the
+first count as waiting until a heartbeat says that they are behind."""
 _STACKS_S = 3.0  # for the stacks to be written
 _FIRST_S, _OTHERS_S = 2.0, 6.0
 """Until process 0, and then the others, are killed: all have written their stacks, and only process 0 knows who is

@@ -40,7 +40,7 @@ class Kit:
     """torch alone, in one process."""
 
     def module(self, make: Callable[[], nn.Module]) -> Any:
-        """With the initial values that engines give it: they follow from the names of weights."""
+        """Make the module with the initial values that engines give it, which depend on the names of its weights."""
         model, fill = open_factory("plain", make, pf.make_config().run.seed, torch.float32)
         buffers = dict(model.named_buffers())
         model.to_empty(device="cpu")
@@ -157,27 +157,27 @@ def simple(
 
 
 def gan(kit: Kit) -> Loop:
-    makes, judges = kit.module(lambda: Net(4, 8)), kit.module(lambda: Net(8, 1))
-    of_makes, of_judges = adamw(makes), adamw(judges, betas=(0.5, 0.9))
-    kit.optimizer(of_makes)
-    kit.optimizer(of_judges)
+    generator, discriminator = kit.module(lambda: Net(4, 8)), kit.module(lambda: Net(8, 1))
+    generator_optimizer, discriminator_optimizer = adamw(generator), adamw(discriminator, betas=(0.5, 0.9))
+    kit.optimizer(generator_optimizer)
+    kit.optimizer(discriminator_optimizer)
 
     def loss_of(logits: Tensor, is_real: float) -> Tensor:
         target = torch.full_like(logits, is_real)
         return kit.mean(F.binary_cross_entropy_with_logits(logits, target, reduction="none"))
 
     def step(batch: Batch) -> Batch:
-        kit.zero(of_judges)
-        fake = makes(batch["x"][:, :4] * 0.5)
+        kit.zero(discriminator_optimizer)
+        fake = generator(batch["x"][:, :4] * 0.5)
         with kit.backwards():
-            (real := loss_of(judges(batch["x"]), 1.0)).backward()
-            (wrong := loss_of(judges(fake.detach()), 0.0)).backward()
-        of_judges.step()
+            (real := loss_of(discriminator(batch["x"]), 1.0)).backward()
+            (wrong := loss_of(discriminator(fake.detach()), 0.0)).backward()
+        discriminator_optimizer.step()
         with kit.backwards():
-            (fools := loss_of(judges(fake), 1.0)).backward()
-        kit.clip(list(makes.parameters()), 0.5)
-        of_makes.step()
-        kit.zero(of_makes)
+            (fools := loss_of(discriminator(fake), 1.0)).backward()
+        kit.clip(list(generator.parameters()), 0.5)
+        generator_optimizer.step()
+        kit.zero(generator_optimizer)
         return kit.whole({"real": real, "wrong": wrong, "fools": fools})
 
     return Loop(step)
@@ -185,18 +185,18 @@ def gan(kit: Kit) -> Loop:
 
 def one_optimizer_of_two(kit: Kit) -> Loop:
     """Over all of one model and a part of the other; by SGD with momentum."""
-    encodes, decodes = kit.module(lambda: Net(8, 4)), kit.module(lambda: Net(4, 8))
-    weights = [*encodes.parameters(), *decodes.blocks.parameters()]
+    encoder, decoder = kit.module(lambda: Net(8, 4)), kit.module(lambda: Net(4, 8))
+    weights = [*encoder.parameters(), *decoder.blocks.parameters()]
     kit.optimizer(optimizer := SGD(weights, lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-3))
 
     def step(batch: Batch) -> Batch:
         with kit.backwards():
-            loss = kit.mean((decodes(encodes(batch["x"])) - batch["x"]).square().sum(-1))
+            loss = kit.mean((decoder(encoder(batch["x"])) - batch["x"]).square().sum(-1))
             loss.backward()
         norm = kit.clip(weights, 0.5)
         optimizer.step()
         kit.zero(optimizer)
-        for weight in decodes.parameters():
+        for weight in decoder.parameters():
             weight.grad = None
         return kit.whole({"loss": loss}) | {"norm": norm}
 
@@ -204,14 +204,14 @@ def one_optimizer_of_two(kit: Kit) -> Loop:
 
 
 def teacher(kit: Kit) -> Loop:
-    teaches, learns = kit.module(lambda: Net().requires_grad_(False)), kit.module(lambda: Net())
-    kit.optimizer(optimizer := RMSprop(learns.parameters(), lr=1e-3))
+    teacher_model, student = kit.module(lambda: Net().requires_grad_(False)), kit.module(Net)
+    kit.optimizer(optimizer := RMSprop(student.parameters(), lr=1e-3))
 
     def step(batch: Batch) -> Batch:
         with kit.without_backward():
-            wanted = (teaches(batch["x"]) * 2).softmax(-1)
+            wanted = (teacher_model(batch["x"]) * 2).softmax(-1)
         with kit.backwards():
-            loss = kit.mean(-(learns(batch["x"]).log_softmax(-1) * wanted).sum(-1))
+            loss = kit.mean(-(student(batch["x"]).log_softmax(-1) * wanted).sum(-1))
             loss.backward()
         optimizer.step()
         kit.zero(optimizer)

@@ -1,4 +1,4 @@
-"""Loops of one's own, with several models and optimizers of torch, against the same loop in plain torch."""
+"""Custom training loops with several models and torch's optimizers, against the same loops in plain torch."""
 
 import re
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_the_losses_are_those_of_plain_torch(
 def test_the_example_of_the_docs_runs() -> None:
     """Its step is the pattern `gan`."""
     page = (Path(__file__).parents[2] / "docs/library.md").read_text()
-    [block] = re.findall(r"```python\n(makes, .*?)```", page, re.DOTALL)
+    [block] = re.findall(r"```python\n(generator, .*?)```", page, re.DOTALL)
 
     def loss_of(logits: Tensor, is_real: float) -> Tensor:
         target = torch.full_like(logits, is_real)
@@ -46,9 +46,9 @@ def test_the_example_of_the_docs_runs() -> None:
     config = pf.make_config()
     with pf.open_backend(config, device="cpu", backend="native") as engine:
         names: dict[str, Any] = {"pf": pf, "torch": torch, "config": config, "engine": engine, "loss_of": loss_of}
-        names |= {"Maker": lambda: Net(4, 8), "Judge": lambda: Net(8, 1)}
+        names |= {"Generator": lambda: Net(4, 8), "Discriminator": lambda: Net(8, 1)}
         exec(compile(block, "library.md", "exec"), names)
         batch = {"x": torch.randn(ROWS, 8), "noise": torch.randn(ROWS, 4)}
         losses = [engine.fetch(names["train"](engine.place(batch))).result() for _ in range(2)]
     assert all(loss.isfinite() for step in losses for loss in step.values())
-    assert all(losses[1][name] != losses[0][name] for name in ("judge", "maker"))  # both optimizers stepped
+    assert all(losses[1][name] != losses[0][name] for name in ("discriminator", "generator"))  # both optimizers stepped

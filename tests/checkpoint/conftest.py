@@ -19,7 +19,7 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["folder", "store"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Where a run's checkpoints lie."""
+    """The folder of a run's checkpoints, on disk or in memory."""
     yield tmp_path / "run" if request.param == "folder" else locate(f"memory://{uuid.uuid4().hex}/run")
     MemoryFileSystem.store.clear()
 

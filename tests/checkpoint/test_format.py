@@ -209,7 +209,7 @@ def whole(tensor: Tensor) -> TensorState:
 
 
 def by_rows(tensor: Tensor, rows: int) -> list[dict[str, TensorState]]:
-    """Of processes that hold so many rows each."""
+    """The states of several processes, each of which holds `rows` rows."""
     pieces = [Piece((start, 0), tensor[start : start + rows]) for start in range(0, len(tensor), rows)]
     return [{"w": TensorState(tuple(tensor.shape), tensor.dtype, partial(list, [piece]))} for piece in pieces]
 

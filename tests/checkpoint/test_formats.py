@@ -149,7 +149,7 @@ def test_chunks_of_many_ranks_are_put_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "bound"), [("F16", 1e-3), ("BF16", 8e-3), ("Q8_0", 1e-2), ("Q4_0", 2e-1)])
 def test_a_gguf_is_what_transformers_reads(tmp_path: Path, kind: str, bound: float) -> None:
-    """As llama.cpp's converter writes it."""
+    """The file has the layout that llama.cpp's converter writes."""
     model = build(WIDE)
     write_gguf(tmp_path / "m.gguf", model, GGML[kind])
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)

@@ -238,7 +238,7 @@ def test_a_maker_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path:
 
 
 def later(seconds: float = 2 * SETTLED_S) -> int:
-    """By a clock that is ahead: what is hashed by it was written long before."""
+    """A time ahead of the clock: a file that is hashed then was written long before."""
     return time.time_ns() + int(seconds * 1e9)
 
 

@@ -174,8 +174,8 @@ def test_what_is_left_unread_or_uncounted_is_said_once_with_a_count(
         caplog.clear()
         build_data(data(path, format="chat", tokenizer=str(folder), seq_len=128))
         left_out = f"data: {path}: ignoring columns and keys that nothing reads (with their number of rows): "
-        found = [line.removeprefix(left_out) for line in caplog.messages if line.startswith(left_out)]
-        assert found == ["id (2), score (3), messages[].name (3)"]
+        columns = [line.removeprefix(left_out) for line in caplog.messages if line.startswith(left_out)]
+        assert columns == ["id (2), score (3), messages[].name (3)"]
         [warning] = (item.getMessage() for item in caplog.records if item.levelno == logging.WARNING)
         gpt = "messages of the role gpt, which the chat template doesn't name; they don't count as the assistant's"
         assert warning == f"data: 2 documents of {path}: {gpt}"
@@ -272,8 +272,8 @@ def test_files_that_are_held_out_are_not_trained_on(tmp_path: Path, caplog: pyte
     assert beside.fingerprint == alone.fingerprint
     assert corpus.eval_rows
     assert corpus.rows.fingerprint() != corpus.eval_rows.fingerprint()
-    said = f"not trained on, although data.path names it: {held_out} and 1 more"
-    assert sum(said in line for line in caplog.messages) == 1
+    warning = f"not trained on, although data.path names it: {held_out} and 1 more"
+    assert sum(warning in line for line in caplog.messages) == 1
 
 
 def test_splits_with_rows_in_common_are_refused(tmp_path: Path, assert_golden: Callable[[Path, str], None]) -> None:

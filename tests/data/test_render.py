@@ -67,7 +67,7 @@ def counted_text(tokenizer: Any, rendered: Rendered) -> list[str]:
 
 @pytest.mark.parametrize("around", [None, "<begin> $A", "<begin> $A <end>"])
 def test_one_end_and_what_the_tokenizer_puts_around_a_text(make_tokenizer: MakeTokenizer, around: str | None) -> None:
-    """Of completions, text and end count."""
+    """In completions the text and the end token count."""
     tokenizer = make_tokenizer(around=around)
     end, begin = 0, 1
     rendered, bare = render_one("text", tokenizer, {"text": "a b"}), tokenizer.encode("a b").tolist()

@@ -146,8 +146,8 @@ def test_parquet_files_are_read_by_row_group(tmp_path: Path) -> None:
     pq.write_table(pa.table({"messages": messages[:1]}), tmp_path / "b.parquet")
     examples = read(source="parquet", path=tmp_path / "*.parquet", format="chat")
     assert [example.number for example in examples] == list(range(2501))
-    found = [example.fields["messages"] for example in examples if isinstance(example, Example)]
-    assert found == [*messages, messages[0]]
+    read_messages = [example.fields["messages"] for example in examples if isinstance(example, Example)]
+    assert read_messages == [*messages, messages[0]]
     assert examples[-1].place == f"{tmp_path}/b.parquet: row 0"
     assert opened("parquet", tmp_path / "*.parquet", format="chat").total == 2501
     pq.write_table(pa.table({"content": ["x"]}), tmp_path / "a.parquet")

@@ -173,8 +173,8 @@ def stop_after(step: int, command: list[str], folder: Path, *, by: str, **variab
     assert stopped["reason"] in ("SIGTERM", "SIGINT")
     assert step <= stopped["step"] < 16, "it was not stopped in the middle"
     assert len(losses(folder / "run")) == stopped["step"] == committed(folder / "run")[-1]
-    said = f"stopped after step {stopped['step']} ({stopped['reason']}); rerun the same command to resume"
-    assert said in process.err
+    message = f"stopped after step {stopped['step']} ({stopped['reason']}); rerun the same command to resume"
+    assert message in process.err
     last = read_jsonl(folder / "run/events.jsonl")[-1]
     assert (last["event"], last["step"]) == ("stop", stopped["step"])
     return code
@@ -183,7 +183,7 @@ def stop_after(step: int, command: list[str], folder: Path, *, by: str, **variab
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", ["plain", "native", "torchrun"])
 def test_stop_and_go_on(kind: str, folder: Path, uninterrupted: list[float]) -> None:
-    """Twice; under torchrun, which has an exit code of its own, once."""
+    """Stop and resume twice; under torchrun, which has its own exit code, once."""
     arguments = ["--config=tiny.yaml", *SLOW]
     if kind == "torchrun":
         command = [str(ROOT / "launch/torchrun.sh"), "--device=cpu", *arguments]

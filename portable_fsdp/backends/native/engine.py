@@ -43,11 +43,7 @@ from portable_fsdp.backends.native.units import (
 )
 from portable_fsdp.backends.native.unsharded import dequantise_experts, use_in_place, view_tables
 from portable_fsdp.backends.refusals import Deployment, require_supported
-from portable_fsdp.backends.state import (
-    checkpoint_tensors,
-    persistent_buffers,
-    zero_optimizer,
-)
+from portable_fsdp.backends.state import checkpoint_tensors, persistent_buffers, zero_optimizer
 from portable_fsdp.backends.weight_uses import check_statistics
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import (

@@ -153,20 +153,15 @@ class PjrtBackend(Backend):
 
         As Python's numbers, equal ones would share an input: two rates that become equal would be another program.
         """
-        numbers: dict[str, float] = {}
-        for at, (optimizer, ours) in enumerate(self._steps_by_ours.items()):
+        before: list[tuple[dict[str, Any], Any, Tensor, int]] = []
+        for optimizer, ours in self._steps_by_ours.items():
             self._follow(optimizer, ours)
             rates = {f"lr {number}": float(group["lr"]) for number, group in enumerate(optimizer.param_groups)}
-            numbers |= {f"{name} of optimizer {at}": number for name, number in {**rates, **ours.counts()}.items()}
-        placed = self.place({name: torch.tensor(number) for name, number in numbers.items()}) if numbers else {}
-        before: list[tuple[dict[str, Any], Any, Tensor, int]] = []
-        for at, (optimizer, ours) in enumerate(self._steps_by_ours.items()):
-            end = f" of optimizer {at}"
-            ours.placed = {name.removesuffix(end): value for name, value in placed.items() if name.endswith(end)}
-            for number, group in enumerate(optimizer.param_groups):
-                rate = ours.placed[f"lr {number}"]
-                before.append((group, group["lr"], rate, rate._version))
-                group["lr"] = rate
+            numbers = {**rates, **ours.counts()}
+            ours.placed = self.place({name: torch.tensor(number) for name, number in numbers.items()})
+            for name, group in zip(rates, optimizer.param_groups, strict=True):
+                before.append((group, group["lr"], ours.placed[name], ours.placed[name]._version))
+                group["lr"] = ours.placed[name]
         try:
             yield
         finally:

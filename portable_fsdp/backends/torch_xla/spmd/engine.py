@@ -23,13 +23,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.attach import refuse_copies, set_expert_groups
 from portable_fsdp.backends import contract
-from portable_fsdp.backends.state import (
-    checkpoint_tensors,
-    is_count,
-    output_head,
-    parameter_slots,
-    put_parameter,
-)
+from portable_fsdp.backends.state import checkpoint_tensors, is_count, output_head, parameter_slots, put_parameter
 from portable_fsdp.backends.torch_xla.runtime import (
     PjrtBackend,
     recomputed,
