@@ -290,7 +290,8 @@ def freeze(model: Any, number: int, _: torch.optim.Optimizer) -> None:
 
 def load(_: Any, number: int, optimizer: torch.optim.Optimizer) -> None:
     if number == 5:
-        optimizer.load_state_dict(optimizer.state_dict())
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict({**saved, "param_groups": [{**g, "lr": g["lr"] / 2} for g in saved["param_groups"]]})
 
 
 def two_groups(model: nn.Module, lr: float = 1e-2) -> AdamW:
