@@ -12,13 +12,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec
+from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, full_region
 from portable_fsdp.optim.counting import MakeOptimizer
 from portable_fsdp.runtime.errors import BackendError, Closing, ConfigError
 from portable_fsdp.runtime.host import host_memory_bytes
@@ -87,6 +88,13 @@ class TensorState:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: Callable[[], list[Piece]] = list
+
+
+class OptimizerState(Protocol):
+    """What a checkpoint holds of an optimizer, or of several."""
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -191,6 +199,8 @@ class Backend(Closing):
     runs_blocks: bool = False  # it computes attention over blocks (flex) in compiled layers
     _peers: "Peers | None" = None  # watches the other processes, if the engine forms their group
     loss_scaler: "LossScaler | None" = None  # in float16: `clip_grad_norm` divides gradients by its scale
+    own_optimizers: Mapping[torch.optim.Optimizer, Callable[[Iterable[Tensor]], None]] = MappingProxyType({})
+    """Those of `shard_optimizer`, each with a function that allocates the state of these parameters, for a load"""
 
     @abstractmethod
     def close(self) -> None:
@@ -329,7 +339,7 @@ class Backend(Closing):
         return cast(list[T], values)
 
     @abstractmethod
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
+    def state(self, model: nn.Module, optimizer: OptimizerState) -> dict[str, TensorState]:
         """Return the tensors to save. All processes together write each element of a global tensor exactly once.
 
         Further replicas of a piece have an index: a save compares them. Buffers have none, since they may differ.
@@ -338,8 +348,17 @@ class Backend(Closing):
         """
 
     @abstractmethod
-    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
+    def load_state(self, model: nn.Module, optimizer: OptimizerState, read: Read) -> None:
         """Overwrite every tensor of `state`, reading this process's slices through `read`. No collective."""
+
+    def tensor_state(self, tensor: Tensor) -> TensorState:
+        """Describe a tensor outside models and optimizers, for a save: a part of it on each device, or equal copies."""
+        pieces = [Piece((0,) * tensor.dim(), tensor.detach())] if self.process.index == 0 else []
+        return TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
+
+    def load_tensor(self, tensor: Tensor, read: Callable[[Region], Tensor]) -> None:
+        """Overwrite such a tensor, which stays on its devices; `read` returns slices, on the host."""
+        tensor.copy_(read(full_region(tensor.shape)))
 
     @property
     def compilations(self) -> int:

@@ -24,11 +24,12 @@ def owners_of(models: Iterable[nn.Module]) -> dict[Tensor, tuple[nn.Module, str]
 
 def zero_state(
     optimizer: torch.optim.Optimizer, owners: Owners, zeros: Callable[[Tensor, Tensor, dict[str, Any]], Tensor]
-) -> None:
+) -> Callable[[Iterable[Tensor]], None]:
     """Allocate the state of an optimizer that has none. `zeros(parameter, twin, group)` makes each tensor of it.
 
-    State that doesn't begin as zeros (NAdam's, SGD's with dampening) is left to the first step. Raises
-    BackendError for a parameter without owner, for an optimizer that has stepped, and as `optimizer_state_twins`.
+    State that doesn't begin as zeros (NAdam's, SGD's with dampening) is left to the first step; the function that is
+    returned allocates that of some parameters, for a load. Raises BackendError for a parameter without owner, for an
+    optimizer that has stepped, and as `optimizer_state_twins`.
     """
     name = type(optimizer).__name__
     if any(parameter not in owners for group in optimizer.param_groups for parameter in group["params"]):
@@ -45,12 +46,17 @@ def zero_state(
         raise BackendError("shard_optimizer: LBFGS needs a closure, which runs forward many times. Use another one.")
     twin, twins = _copied(optimizer, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
     step_on_meta(optimizer, partial(type(optimizer).step, twin))
-    if not _begins_as_zeros(optimizer):
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+
+    def allocate(parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
             for key, value in twin.state[twins[parameter]].items():
-                optimizer.state[parameter][key] = zeros(parameter, value, group) if isinstance(value, Tensor) else value
+                is_tensor, group = isinstance(value, Tensor), group_of[parameter]
+                optimizer.state[parameter][key] = zeros(parameter, value, group) if is_tensor else value
+
+    if _begins_as_zeros(optimizer):
+        allocate(group_of)
+    return allocate
 
 
 def _begins_as_zeros(optimizer: torch.optim.Optimizer) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
+from portable_fsdp.backends.contract import OptimizerState
 from portable_fsdp.layout import Spec, state_spec
 from portable_fsdp.optim.counting import CountingOptimizer, MakeOptimizer
 from portable_fsdp.runtime.errors import BackendError
@@ -88,7 +89,7 @@ class CheckpointTensor(NamedTuple):
 
 
 def checkpoint_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Spec]
+    model: nn.Module, optimizer: OptimizerState, layouts: Mapping[str, Spec]
 ) -> dict[str, CheckpointTensor]:
     """Key -> tensor of a checkpoint: parameters (tied ones once), persistent buffers, optimizer state.
 

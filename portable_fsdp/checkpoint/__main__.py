@@ -106,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     export("--tokenizer", type=lambda text: str(_local(text)), metavar="PATH|none", help=tokenizer_help)
     base_help = "huggingface, adapters: their base model, if the run's model.pretrained has moved"
     export("--base", metavar="PATH", help=base_help)
+    model_help = "the one of several models to export, or a module of it (torch's AveragedModel: NAME.module)"
+    export("--model", metavar="NAME", default="", help=model_help)
     imports = add("import", _import, "make a checkpoint from a model in another format")
     imports("source", type=_local, metavar="SOURCE", help="a local file or a folder in another format")
     imports("folder", **run)
@@ -187,7 +189,7 @@ def _export(options: argparse.Namespace) -> None:
     size = sum(file.bytes for file in manifest.files if file.name.startswith(EXPORTS[options.format]))
     try:
         with _progress(f"export {path.name}", 2 * size) as advance:
-            settings = ExportOptions(options.dtype, save_tokenizer, advance, options.base)
+            settings = ExportOptions(options.dtype, save_tokenizer, advance, options.base, options.model)
             export_checkpoint(path, options.format, options.target, settings)
     except OSError as error:
         cause = f"{error}{commit.cause_of(error, options.target.parent)}"
@@ -200,6 +202,9 @@ def _require_format(options: argparse.Namespace, manifest: Manifest) -> None:
     """Refuse a format that can't hold the tokenizer, or adapters without their base. Raises `CheckpointError`."""
     if options.base is not None and options.format != "huggingface":
         raise CheckpointError(f"--base {options.base}: expected --format huggingface, found {options.format}")
+    if options.format in OF_TRANSFORMERS and manifest.named and manifest.named.models and not options.model:
+        names = ", ".join(manifest.named.models)
+        raise CheckpointError(f"--format {options.format}: the checkpoint has several models.\n  Add --model: {names}.")
     if options.format in OF_TRANSFORMERS:
         return
     if options.tokenizer not in (None, "none"):
@@ -275,6 +280,7 @@ def facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "data": manifest.data.model_dump(),
         "evaluation": None if manifest.evaluation is None else manifest.evaluation.model_dump(),
         "base": None if manifest.base is None else manifest.base.model_dump(exclude={"tensors"}),
+        "named": {name: [*value] for name, value in dict(manifest.named or ()).items()},
         "written_by": manifest.written_by.model_dump(),
         **{folder: _content(manifest, folder) for folder in FOLDERS},
     }
@@ -298,6 +304,7 @@ def summary(path: Path, manifest: Manifest) -> str:
     if manifest.base is not None:
         left_out = f"{len(manifest.left_out)} tensors, {_elements(manifest.left_out):,} elements"
         lines.append(f"base        {left_out}, left out: {manifest.base}")
+    lines += [f"{what:<12}{', '.join(names)}" for what, names in dict(manifest.named or ()).items() if names]
     for folder in FOLDERS:
         content = _content(manifest, folder)
         lines.append(

@@ -10,12 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.contract import Backend, Read, TensorState
+from portable_fsdp.backends.contract import Backend, OptimizerState, Read, TensorState
 from portable_fsdp.checkpoint import commit, manifests, resume
 from portable_fsdp.checkpoint.commit import Index, way_out
 from portable_fsdp.checkpoint.manifests import Saved
@@ -29,6 +29,7 @@ from portable_fsdp.runtime.collective_errors import on_process_0, together
 from portable_fsdp.runtime.errors import CheckpointError, Closing
 
 if TYPE_CHECKING:
+    from portable_fsdp.checkpoint.named import Models, NamedState, Optimizers
     from portable_fsdp.models.weights import Base
 
 log = logging.getLogger("portable_fsdp")
@@ -108,16 +109,19 @@ class Checkpoints(Closing):
     def save(
         self,
         step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: "Models",
+        optimizer: "Optimizers",
         position: tuple[int, int],
         evaluation: manifests.Evaluated | None = None,
+        objects: Mapping[str, Any] | None = None,
     ) -> Path:
         """Save the state after `step`; returns the folder of the commit, which follows later with `async_save`.
 
-        `position`: the data's (epoch, samples consumed in it). `evaluation`: the results so far; retention keeps the
-        best step. Raises `CheckpointError` on all processes if one of them could not write, now or in the background
-        save before, or if the step is committed already. Earlier checkpoints stay as they were.
+        `model`, `optimizer`: one, or several by name. `objects`: others with `state_dict` and `load_state_dict`, by
+        name, equal on all processes. `position`: the data's (epoch, samples consumed in it). `evaluation`: the results
+        so far; retention keeps the best step. Raises `CheckpointError` on all processes if one of them could not write,
+        now or in the background save before, if the step is committed already, or for an object with a value that a
+        checkpoint can't hold. Earlier checkpoints stay as they were.
         """
         began = time.perf_counter()
         self.wait()
@@ -127,8 +131,10 @@ class Checkpoints(Closing):
         self._unfinished = self._store.temporary_of(final, attempt)
 
         def take() -> tuple[manifests.Manifest, OwnPart]:
-            state, digests = self._backend.state(model, optimizer), Digests()
-            manifest = self._manifest(step, position, evaluation, state)
+            named = self._named(model, optimizer, objects)
+            saved, tensors = named.objects() if named else (None, {})
+            state, digests = self._state(named, model, optimizer) | tensors, Digests()
+            manifest = self._manifest(step, position, evaluation, state, saved)
             # One tensor after another: on XLA its pieces are copies on the host.
             mine = ((key, digests.take(key, state[key].pieces())) for key in manifest.tensors)
             pieces = self._snapshot.take(mine) if self._settings.async_save else dict(mine)
@@ -139,6 +145,22 @@ class Checkpoints(Closing):
         if not self._settings.async_save:
             self.wait()
         return final
+
+    def _named(
+        self, model: "Models", optimizer: "Optimizers", objects: Mapping[str, Any] | None
+    ) -> "NamedState | None":
+        """What a loop of the user's own saves by name; None: one model, and an optimizer that the config describes."""
+        is_one = isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
+        if is_one and objects is None and optimizer not in self._backend.own_optimizers:
+            return None
+        from portable_fsdp.checkpoint.named import NamedState
+
+        return NamedState(self._backend, model, optimizer, objects or {})
+
+    def _state(self, named: "NamedState | None", model: "Models", optimizer: "Optimizers") -> dict[str, TensorState]:
+        if named:
+            return named.state()
+        return self._backend.state(cast(nn.Module, model), cast(OptimizerState, optimizer))
 
     def wait(self) -> None:
         """Wait for the commit of a background save; raises its error on all processes."""
@@ -197,6 +219,7 @@ class Checkpoints(Closing):
         position: tuple[int, int],
         evaluation: manifests.Evaluated | None,
         state: Mapping[str, TensorState],
+        named: manifests.Named | None,
     ) -> manifests.Manifest:
         """Make the manifest without files and pieces, which the processes write."""
         tensors, base, scaler = entries_without_pieces(state), self._fingerprint, self._backend.loss_scaler
@@ -216,6 +239,7 @@ class Checkpoints(Closing):
             evaluation=evaluation,
             loss_scale=scaler and manifests.LossScale.model_validate(scaler.state()),
             base=base,
+            named=named,
             ties=self._ties,
             files=(),
             tensors=tensors,
@@ -323,25 +347,39 @@ class Checkpoints(Closing):
 
         on_process_0(self._backend, write, partial(self._as_error, path, None))
 
-    def load(self, source: ResumePoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed:
-        """Check that the checkpoint fits, and overwrite model and optimizer with it.
+    def load(
+        self,
+        source: ResumePoint,
+        model: "Models",
+        optimizer: "Optimizers",
+        objects: Mapping[str, Any] | None = None,
+    ) -> Resumed:
+        """Check that the checkpoint fits, and overwrite models, optimizers and objects with it, as `save` got them.
 
-        Raises `CheckpointError` on all processes: other tensors, another config that `checkpoint.allow` doesn't name,
-        another base, a file that can't be read. An error while tensors are read leaves both half overwritten: load
-        again, or exit.
+        Raises `CheckpointError` on all processes: other tensors or names, another config that `checkpoint.allow`
+        doesn't name, another base, a file that can't be read. An error while tensors are read leaves some overwritten:
+        load again, or exit. With `checkpoint.load=weights_only` optimizers and objects stay as they are.
         """
         subject = f"checkpoint {source.path.name}"
-        load = partial(self._load, source, model, optimizer)
+        load = partial(self._load, source, model, optimizer, objects)
         return together(self._backend, load, resume.error_about(subject))
 
-    def _load(self, source: ResumePoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed:
+    def _load(
+        self, source: ResumePoint, model: "Models", optimizer: "Optimizers", objects: Mapping[str, Any] | None
+    ) -> Resumed:
+        named = self._named(model, optimizer, objects)
         allow, name, weights_only = self._settings.allow, source.path.name, source.weights_only
         with Reader(source.path) as reader:
             manifest = reader.manifest
             resume.require_same_scheme(manifest.base, self._fingerprint, name)
             if manifest.base is None:  # it holds its base, which may differ from the files: the next saves hold it too
                 self._base = self._fingerprint = None
-            expected = self._backend.state(model, optimizer)
+            if named or manifest.named:
+                from portable_fsdp.checkpoint.named import NamedState
+
+                named = named or NamedState(self._backend, model, optimizer, {})  # to refuse names that this run lacks
+                named.prepare(reader, weights_only=weights_only)
+            expected = self._state(named, model, optimizer)
             drops_nothing = not weights_only and resume.continues_without_dropout(manifest, self._config)
             if drops_nothing:  # the next saves say so
                 self._config = {**self._config, "model": {**self._config["model"], "dropout": 0.0}}
@@ -352,7 +390,11 @@ class Checkpoints(Closing):
             resume.require_same_base(changes, allow, name)
             if not weights_only:
                 resume.require_allowed(changes, allow, name, manifest.config.get("data", {}).get("source", ""))
-            self._backend.load_state(model, optimizer, _read_from(reader, expected, self._base, weights_only))
+            read = _read_from(reader, expected, self._base, weights_only)
+            if named:
+                named.load(reader, read, weights_only=weights_only)
+            else:
+                self._backend.load_state(cast(nn.Module, model), cast(OptimizerState, optimizer), read)
             if (scaler := self._backend.loss_scaler) and (saved := manifest.loss_scale) and not weights_only:
                 allowed = {change.name: change.now for change in changes}.get("precision.loss_scale")
                 started = {} if allowed is None else {"scale": allowed, "finite_steps": 0}

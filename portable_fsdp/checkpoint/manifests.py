@@ -142,6 +142,15 @@ class BaseFingerprint(StrictModel):
         return f"{self.pretrained}{file} (fingerprint {self.fingerprint}{scheme})"
 
 
+class Named(StrictModel):
+    """What a loop of the user's own saved by name, see `checkpoint/named.py`. `models`: prefixes of weights, none for
+    one model. `objects`: the state of each, and the groups of each optimizer as `optimizer.NAME`, as JSON; their
+    tensors are `objects/NAME/...`."""
+
+    models: tuple[str, ...] = ()
+    objects: dict[str, Any] = Field(default_factory=lambda: {})
+
+
 class WrittenBy(StrictModel):
     """The writer of the checkpoint, for people; no reader depends on it."""
 
@@ -154,8 +163,8 @@ class WrittenBy(StrictModel):
 
 class Manifest(StrictModel):
     """`manifest.json`. `architecture` is its key `model_config` (transformers' config), a name that pydantic reserves;
-    `ties` are further names of tensors; `saved_at` is in UTC (ISO 8601). `evaluation`, `loss_scale` and `base` are left
-    out where there is none, so that older releases read the rest."""
+    `ties` are further names of tensors; `saved_at` is in UTC (ISO 8601). `evaluation`, `loss_scale`, `base` and `named`
+    are left out where there is none, so that older releases read the rest."""
 
     format_version: int = Field(ge=1, le=1)
     step: int = Field(ge=0)
@@ -166,6 +175,7 @@ class Manifest(StrictModel):
     evaluation: Evaluated | None = None
     loss_scale: LossScale | None = None
     base: BaseFingerprint | None = None
+    named: Named | None = None
     ties: dict[str, str]
     written_by: WrittenBy
     files: tuple[FileEntry, ...]
@@ -182,9 +192,39 @@ class Manifest(StrictModel):
         return {} if self.base is None else self.base.tensors
 
 
+OBJECTS = "objects/"
+"""Prefix of the tensors of named objects."""
+
+
 def folder_of(key: str) -> str:
-    """The folder of a tensor: optimizer state is keyed `<state name>/<FQN>`, and no FQN has a slash."""
+    """The folder of a tensor: optimizer state is keyed `<state name>/<FQN>`, and no FQN has a slash. Tensors of named
+    objects lie beside it."""
     return "optimizer" if "/" in key else "model"
+
+
+def key_in(model: str, key: str) -> str:
+    """The key of a named model's tensor: `ema.norm.weight`, `exp_avg/ema.norm.weight`; "": the only model."""
+    state, slash, fqn = key.rpartition("/")
+    return f"{state}{slash}{model}.{fqn}" if model else key
+
+
+def only_model(manifest: Manifest, model: str) -> Manifest:
+    """The manifest of one of several models, by the keys that it would have alone. `model` may go on to a module of it:
+    `ema.module`. Raises CheckpointError for an unknown one."""
+
+    def own(keys: Mapping[str, Any]) -> dict[str, Any]:
+        parts = ((key.rpartition("/"), value) for key, value in keys.items() if not key.startswith(OBJECTS))
+        return {
+            f"{state}{slash}{fqn.removeprefix(f'{model}.')}": value
+            for (state, slash, fqn), value in parts
+            if fqn.startswith(f"{model}.")
+        }
+
+    if not (tensors := own(manifest.tensors)):
+        models = ", ".join(manifest.named.models if manifest.named else ()) or "one, without a name"
+        raise CheckpointError(f"--model {model}: the checkpoint has no such model. It has {models}.")
+    ties = {alias: key.removeprefix(f"{model}.") for alias, key in own(manifest.ties).items()}
+    return manifest.model_copy(update={"tensors": tensors, "ties": ties, "named": None})
 
 
 def bytes_of_tensors(tensors: Mapping[str, TensorEntry]) -> int:
@@ -262,7 +302,7 @@ def run_of(manifest: Manifest) -> str:
 
 def manifest_text(manifest: Manifest) -> str:
     """Return sealed JSON with one line per tensor and file: readable, and `diff` shows the changes."""
-    without = {key for key in ("evaluation", "loss_scale", "base") if getattr(manifest, key) is None}
+    without = {key for key in ("evaluation", "loss_scale", "base", "named") if getattr(manifest, key) is None}
     parts: list[str] = []
     for key, value in manifest.model_dump(mode="json", by_alias=True, exclude=without).items():
         match key:

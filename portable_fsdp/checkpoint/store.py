@@ -138,9 +138,12 @@ class Reader(Closing):
 
     manifest: manifests.Manifest
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: str = "") -> None:
+        """`model`: read one of several models by the keys that it would have alone."""
         self.folder = folder
-        self.manifest = manifest = manifests.read_manifest(folder)
+        self._all = manifest = manifests.read_manifest(folder)
+        self._model = model
+        self.manifest = manifests.only_model(manifest, model) if model else manifest
         self._store = store_of(folder)
         for name in FOLDERS:
             if is_link(folder / name):
@@ -190,6 +193,7 @@ class Reader(Closing):
             {key: describe(tensor) for key, tensor in tensors.items() if manifests.folder_of(key) in kept}
             for tensors in (entries_without_pieces(expected), self.manifest.tensors | left_out)
         )
+        stored = {key: text for key, text in stored.items() if not key.startswith(manifests.OBJECTS)}
         has_state = weights_only or any(manifests.folder_of(key) == "optimizer" for key in stored)
         for aliases, tensors in ((ties, ours), (self.manifest.ties, stored)):
             tensors |= {alias: f"tied to {key}" for alias, key in aliases.items()}
@@ -246,7 +250,8 @@ class Reader(Closing):
             for number, inside, target in touching(tensor, slices):
                 source = self._file(number)
                 try:
-                    safetensors.read_slice(source, self._headers[number][key], inside, result[target])
+                    stored = self._headers[number][manifests.key_in(self._model, key)]
+                    safetensors.read_slice(source, stored, inside, result[target])
                 except OSError as error:
                     raise CheckpointError(f"checkpoint {self.folder.name}: {error}") from None
         return result
@@ -278,7 +283,7 @@ class Reader(Closing):
             for key in dict.fromkeys([*header, *pieces]):
                 expected = "nothing"
                 if key in pieces:
-                    tensor, rank, k = self.manifest.tensors[key], len(self.manifest.tensors[key].shape), pieces[key]
+                    tensor, rank, k = self._all.tensors[key], len(self._all.tensors[key].shape), pieces[key]
                     expected = f"{tensor.dtype} {tensor.sizes[rank * k : rank * (k + 1)]}"
                 actual = manifests.describe(header[key].entry if key in header else None)
                 if actual != expected:

@@ -33,12 +33,14 @@ FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 @dataclass(frozen=True)
 class ExportOptions:
     """`dtype`: of the model's floating-point tensors; None: as saved. `save_tokenizer` writes into folders of
-    transformers. `base`: the adapters' base model, a folder or hub id; None: as in the run."""
+    transformers. `base`: the adapters' base model, a folder or hub id; None: as in the run. `model`: of several models
+    the one to export."""
 
     dtype: str | None = None
     save_tokenizer: Callable[[Path], None] | None = None
     advance: Advance = no_progress
     base: str | None = None
+    model: str = ""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def export_checkpoint(checkpoint: Path, name: str, target: Path, options: Export
     """
     is_file = name == "safetensors"
     (require_new if is_file else require_replaceable)(target)
-    with Reader(checkpoint) as reader:
+    with Reader(checkpoint, options.model) as reader:
         write = load_format(name).export(reader, options)
         reader.verify(folder=EXPORTS[name], advance=options.advance)
         with new_file(target) if is_file else new_folder(target, reader.manifest) as unfinished:

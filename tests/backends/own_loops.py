@@ -1,7 +1,8 @@
 """Loops that people write themselves, once for torch alone and once for an engine: each pattern is one step of such a
 loop, by the few words of `Kit`."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from jobs import numbers, open_group
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW, RMSprop, lr_scheduler
+from torch.optim import SGD, AdamW, NAdam, RMSprop, lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import portable_fsdp as pf
@@ -110,10 +111,13 @@ class Engine(Kit):
 
 
 class Loop:
-    """A step, and what the host does between steps: `after(step number, losses of the step)`."""
+    """A step, what the host does between steps: `after(step number, losses of the step)`, and what a checkpoint holds:
+    models, optimizers and objects by name."""
 
-    def __init__(self, step: Step, after: Callable[[int, dict[str, float]], None] = lambda *_: None) -> None:
-        self.step, self.after = step, after
+    def __init__(
+        self, step: Step, after: Callable[[int, dict[str, float]], None] = lambda *_: None, saved: Any = ()
+    ) -> None:
+        self.step, self.after, self.saved = step, after, saved
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
@@ -238,6 +242,60 @@ def average(kit: Kit) -> Loop:
     return Loop(step)
 
 
+class Shadow:
+    """An average of weights that a class of the user's own keeps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values, self.updates, self.best = [w.detach().clone() for w in model.parameters()], 0, (math.inf, "none")
+
+    def update(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for value, weight in zip(self.values, model.parameters(), strict=True):
+                value.lerp_(weight, 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def resumable(kit: Kit) -> Loop:
+    """Two models, an average of one by torch and by a class of its own, and an optimizer that makes its state late."""
+    encoder, decoder = kit.module(lambda: Net(8, 4)), kit.module(lambda: Net(4, 8))
+    averaged = kit.module(
+        lambda: AveragedModel(Net(8, 4), multi_avg_fn=get_ema_multi_avg_fn(0.9)).requires_grad_(False)
+    )
+    of_encoder, of_decoder = adamw(encoder), NAdam(decoder.parameters(), lr=1e-3, eps=1e-5)
+    kit.optimizer(of_encoder)
+    kit.optimizer(of_decoder)
+    schedule, shadow = lr_scheduler.OneCycleLR(of_encoder, 0.05, total_steps=40), Shadow(decoder)
+
+    def step(batch: Batch) -> Batch:
+        with kit.backwards():
+            loss = kit.mean((decoder(encoder(batch["x"])) - batch["x"]).square().sum(-1))
+            loss.backward()
+        of_encoder.step()
+        of_decoder.step()
+        kit.zero(of_encoder, of_decoder)
+        averaged.update_parameters(encoder)
+        shadow.update(decoder)
+        with kit.without_backward():
+            average = kit.mean(averaged(batch["x"]).square().sum(-1))
+        return kit.whole({"loss": loss, "average": average})
+
+    def after(_: int, losses: dict[str, float]) -> None:
+        schedule.step()
+        shadow.updates += 1
+        shadow.best = min(shadow.best, (losses["loss"], "loss"))
+        group = of_encoder.param_groups[0]
+        losses |= {"rate": group["lr"], "beta": group["betas"][0], "updates": shadow.updates, "best": shadow.best[0]}
+
+    models = {"encoder": encoder, "decoder": decoder, "average": averaged}
+    objects = {"schedule": schedule, "shadow": shadow}
+    return Loop(step, after, (models, {"encoder": of_encoder, "decoder": of_decoder}, objects))
+
+
 def several_backwards(kit: Kit) -> Loop:
     """Two of one forward and others, in contexts of gradients; before the last one a part of the model is frozen."""
     model = kit.module(Net)
@@ -314,6 +372,7 @@ PATTERNS: dict[str, Callable[[Kit], Loop]] = {
     "one optimizer of two models": one_optimizer_of_two,
     "teacher": teacher,
     "average": average,
+    "resumable": resumable,
     "several backwards": several_backwards,
     "gradient penalty": penalty,
     "loaded half-way": lambda kit: simple(kit, two_groups, before=load),
@@ -350,12 +409,43 @@ def engine_run(name: str, settings: dict[str, Any]) -> tuple[list[dict[str, floa
     """The same on an engine, and the number of programs that were compiled after step 2."""
     config = pf.make_config(**settings)
     with open_group(config) as engine:
-        loop, out, early = PATTERNS[name](Engine(engine, config)), list[dict[str, float]](), 0
-        step = engine.compile(loop.step, "own step")
-        for number in range(STEPS):
-            part = engine.data_shard
-            rows = {key: value.chunk(part.count)[part.index].clone() for key, value in rows_of(number).items()}
-            out.append(numbers(engine.fetch(step(engine.place(rows)))))
-            loop.after(number, out[-1])
+        loop, early = PATTERNS[name](Engine(engine, config)), 0
+
+        def note(number: int) -> None:
+            nonlocal early
             early = engine.compilations if number == 1 else early
-        return out, engine.compilations - early
+
+        losses = run_steps(engine, loop, range(STEPS), note)
+        return losses, engine.compilations - early
+
+
+def run_steps(
+    engine: Any, loop: Loop, steps: Iterable[int], note: Callable[[int], None] = lambda _: None
+) -> list[dict[str, float]]:
+    step, out = engine.compile(loop.step, "own step"), list[dict[str, float]]()
+    for number in steps:
+        part = engine.data_shard
+        rows = {key: value.chunk(part.count)[part.index].clone() for key, value in rows_of(number).items()}
+        out.append(numbers(engine.fetch(step(engine.place(rows)))))
+        loop.after(number, out[-1])
+        note(number)
+    return out
+
+
+def resumed_run(folder: str, again: str, first: int, last: int) -> list[dict[str, float]]:
+    """Steps of the loop `resumable`, from the checkpoint of step `first` in `folder` (0: none) to one of step `last`.
+    What is loaded is saved at once to `again`."""
+    config = pf.make_config()
+    with open_group(config) as engine:
+        loop = resumable(Engine(engine, config))
+        models, optimizers, objects = loop.saved
+        with pf.Checkpoints(folder, engine, config={}, model_config=None) as checkpoints:
+            if point := checkpoints.find("auto"):
+                assert checkpoints.load(point, models, optimizers, objects).step == first
+                with pf.Checkpoints(again, engine, config={}, model_config=None) as others:
+                    others.save(first, models, optimizers, (0, 0), objects=objects)
+                    others.wait()
+            losses = run_steps(engine, loop, range(first, last))
+            checkpoints.save(last, models, optimizers, (0, 0), objects=objects)
+            checkpoints.wait()
+        return losses

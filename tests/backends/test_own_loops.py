@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import MORE_PROGRAMS, PATTERNS, ROWS, Net, engine_run, plain_run
+from own_loops import MORE_PROGRAMS, PATTERNS, ROWS, Net, engine_run, plain_run, resumed_run
 from torch import Tensor
 from workers import GetWorkers, Group, marked
 
 import portable_fsdp as pf
+from portable_fsdp.checkpoint.manifests import step_folder
+from portable_fsdp.checkpoint.store import Reader
 
 SHARDED: dict[str, Any] = {}
 WHOLE: dict[str, Any] = {"sharding": {"strategy": "NO_SHARD"}}
@@ -32,6 +34,22 @@ def test_the_losses_are_those_of_plain_torch(
         for step, (actual, plain) in enumerate(zip(losses, expected, strict=True)):
             assert actual == pytest.approx(plain, rel=1e-5), f"step {step}"
         assert late == MORE_PROGRAMS.get(name, 0) * group.engine.compiles
+
+
+def test_named_models_and_objects_travel_between_engines(workers: GetWorkers, tmp_path: Path) -> None:
+    expected, folder, again = plain_run("resumable"), tmp_path / "run", tmp_path / "again"
+    legs = ((Group("native", 2), 0, 5), (Group("xla", 4), 5, 9), (Group("native", 1), 9, 12))
+    for group, first, last in legs:
+        job = {"folder": str(folder), "again": str(again), "first": first, "last": last}
+        for losses in workers(group).run(resumed_run, **job):
+            for step, actual in enumerate(losses, first):
+                assert actual == pytest.approx(expected[step], rel=1e-5), f"step {step}"
+        if first:  # what was loaded and saved at once
+            with Reader(step_folder(folder, first)) as saved, Reader(step_folder(again, first)) as copy:
+                assert copy.manifest.tensors.keys() == saved.manifest.tensors.keys()
+                assert copy.manifest.named == saved.manifest.named
+                for key in saved.manifest.tensors:
+                    assert torch.equal(copy.read_whole(key), saved.read_whole(key)), key
 
 
 def test_the_example_of_the_docs_runs() -> None:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import zeros as distributed_zeros
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -311,7 +312,8 @@ class NativeBackend(contract.Backend):
         if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam) and not chose and self.device.type != "tpu":
             for group in optimizer.param_groups:  # else each operation on each DTensor is dispatched in Python
                 group["fused"] = True
-        zero_state(optimizer, owners := owners_of(self._models), zeros)
+        allocate = zero_state(optimizer, owners := owners_of(self._models), zeros)
+        self.own_optimizers = {**self.own_optimizers, optimizer: allocate}
         step_kinds_apart(optimizer)
         optimizer.register_step_post_hook(self._note_step)
 
@@ -552,7 +554,7 @@ class NativeBackend(contract.Backend):
 
         return contract.Pending(result)
 
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
+    def state(self, model: nn.Module, optimizer: contract.OptimizerState) -> dict[str, contract.TensorState]:
         buffers = persistent_buffers(model)  # not compared: statistics of each process's rows may differ
         tensors = checkpoint_tensors(model, optimizer, self._models[model].layouts)
         return {
@@ -560,7 +562,7 @@ class NativeBackend(contract.Backend):
             for key, (tensor, spec, fqn) in tensors.items()
         }
 
-    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: contract.Read) -> None:
+    def load_state(self, model: nn.Module, optimizer: contract.OptimizerState, read: contract.Read) -> None:
         tensors = checkpoint_tensors(model, optimizer, self._models[model].layouts)
         with torch.no_grad():
             for key, (tensor, spec, fqn) in tensors.items():
@@ -572,6 +574,28 @@ class NativeBackend(contract.Backend):
                         local.copy_(read(key, part))
             for update in self._update_scales:
                 update()
+
+    def tensor_state(self, tensor: Tensor) -> contract.TensorState:
+        pieces = [self._part_of(tensor)]
+        return contract.TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
+
+    def load_tensor(self, tensor: Tensor, read: Callable[[Region], Tensor]) -> None:
+        offset, local, _ = self._part_of(tensor)
+        local.copy_(read(tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))))
+
+    def _part_of(self, tensor: Tensor) -> contract.Piece:
+        """The part on this process of a tensor of the user's own, with a number if others should have an equal one."""
+        if not isinstance(tensor, DTensor):
+            number = self.process.index if self.process.count > 1 else None
+            return contract.Piece((0,) * tensor.dim(), tensor.detach(), number)
+        mesh, number, copies = tensor.device_mesh, 0, 1
+        for placement, size, place in zip(tensor.placements, mesh.shape, mesh.get_coordinate() or (), strict=True):
+            if not placement.is_shard():
+                number, copies = number * size + place, copies * size
+        number += copies * int(mesh.mesh.min())  # processes of other meshes have the same again
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+        is_copied = copies > 1 or mesh.size() < self.process.count
+        return contract.Piece(offset, local_part(tensor).detach(), number if is_copied else None)
 
     @property
     def collectives(self) -> dict[str, contract.Traffic] | None:

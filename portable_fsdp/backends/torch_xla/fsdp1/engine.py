@@ -271,7 +271,7 @@ class XlaFsdp1Backend(PjrtBackend):
 
     # -------------------------------------------------------------------------------------------------- the state
 
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
+    def state(self, model: nn.Module, optimizer: contract.OptimizerState) -> dict[str, contract.TensorState]:
         self._xla.sync(wait=True)
         states: dict[str, contract.TensorState] = {}
         on_host = functools.lru_cache(maxsize=1)(lambda t: t.detach().cpu().flatten())  # of the spans of one shard
@@ -298,7 +298,7 @@ class XlaFsdp1Backend(PjrtBackend):
             if name == fqn
         ]
 
-    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: contract.Read) -> None:
+    def load_state(self, model: nn.Module, optimizer: contract.OptimizerState, read: contract.Read) -> None:
         for key_of, tensor, shard in self._cut(model, optimizer):
             host = shard.collect(lambda fqn, box, key_of=key_of: read(key_of(fqn), box), tensor.dtype)
             tensor.data = self._upload(host.contiguous())
@@ -312,7 +312,7 @@ class XlaFsdp1Backend(PjrtBackend):
         self._xla.sync(wait=True)
 
     def _cut(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
+        self, model: nn.Module, optimizer: contract.OptimizerState
     ) -> Iterator[tuple[Callable[[str], str], Tensor, Shard]]:
         """Yield parameters and their state: a function from an FQN in the shard to its key, the tensor, the shard."""
         for shard in self._shards_of[model].values():
@@ -321,7 +321,7 @@ class XlaFsdp1Backend(PjrtBackend):
                 if value.shape == shard.parameter.shape:
                     yield functools.partial(state_key, name), value, shard
 
-    def _uncut(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    def _uncut(self, model: nn.Module, optimizer: contract.OptimizerState) -> dict[str, Tensor]:
         """Key -> replicated tensor: buffers, and state that isn't sharded like its parameter."""
         if isinstance(optimizer, CountingOptimizer):
             optimizer.settle_counts()

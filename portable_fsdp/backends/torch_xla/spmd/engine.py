@@ -10,7 +10,7 @@ sets environment variables that torch_xla reads at import, before it imports tor
 import logging
 import math
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -249,7 +249,8 @@ class XlaBackend(PjrtBackend):
                 return torch.zeros(twin.shape, dtype=twin.dtype)
             return self._zeros(twin, state_spec(self._layouts[model][fqn], parameter.shape, twin.shape))
 
-        zero_state(optimizer, owners := owners_of(self._layouts), zeros)
+        allocate = zero_state(optimizer, owners := owners_of(self._layouts), zeros)
+        self.own_optimizers = {**self.own_optimizers, optimizer: allocate}
         self._step_by_ours(optimizer)
         self._optimizers[optimizer] = None
         self._programs.watch(self._steps_by_ours.get(optimizer, optimizer), {})
@@ -303,30 +304,51 @@ class XlaBackend(PjrtBackend):
 
     # -------------------------------------------------------------------------------------------------- the state
 
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
+    def state(self, model: nn.Module, optimizer: contract.OptimizerState) -> dict[str, contract.TensorState]:
         self._tensors.wait()
         return {
             key: contract.TensorState(tuple(tensor.shape), tensor.dtype, partial(self._pieces, tensor, spec))
             for key, (tensor, spec, _) in checkpoint_tensors(model, optimizer, self._layouts[model]).items()
         }
 
-    def _pieces(self, tensor: Tensor, spec: Spec) -> list[contract.Piece]:
-        """Copy the parts that this process's devices hold to the host."""
+    def tensor_state(self, tensor: Tensor) -> contract.TensorState:
+        self._tensors.wait()
+        return contract.TensorState(tuple(tensor.shape), tensor.dtype, partial(self._pieces, tensor, None))
+
+    def load_tensor(self, tensor: Tensor, read: Callable[[Region], Tensor]) -> None:
+        if tensor.device.type == "cpu" or not self._bridge._get_xla_sharding_spec(tensor):
+            super().load_tensor(tensor, read)
+            return
+        pieces: list[Tensor] = []
+        for shard, _, parts in self._parts_on_devices(tensor):
+            data = read(parts)
+            missing = [full - size for full, size in zip(shard.shape, data.shape, strict=True)]
+            pieces.append(nn.functional.pad(data, [n for rows in reversed(missing) for n in (0, rows)]))
+        sharding = self._bridge._get_xla_op_sharding(tensor)
+        tensor.data = self._bridge._global_tensor_from_cpu_shards(pieces, sharding, list(tensor.shape))
+
+    def _pieces(self, tensor: Tensor, spec: Spec | None) -> list[contract.Piece]:
+        """Copy the parts that this process's devices hold to the host. `spec` None: of a tensor of the user's own."""
         if tensor.device.type == "cpu" or not self._bridge._get_xla_sharding_spec(tensor):
             return self._whole_piece(tensor)
         pieces: list[contract.Piece] = []
-        copies = count_copies(spec, self.axes)
+        copies = self.devices if spec is None else count_copies(spec, self.axes)
+        for shard, replica, parts in self._parts_on_devices(tensor):
+            data = shard[tuple(slice(0, part.stop - part.start) for part in parts)]  # without padding
+            if data.numel() or not tensor.numel():
+                number = replica if copies > 1 else None
+                pieces.append(contract.Piece(tuple(part.start for part in parts), data, number))
+        return pieces
+
+    def _parts_on_devices(self, tensor: Tensor) -> Generator[tuple[Tensor, int, Region]]:
+        """Yield (padded part on the host, number of the replica, region) for each device of this process."""
         (shards,) = self._bridge._get_local_shards([tensor])
         (where,) = self._bridge._get_local_shard_replica_and_indices([tensor])
         for (shard, _), (replica, slices) in zip(shards, where, strict=True):
-            parts: Region = full_region(tensor.shape) if slices is Ellipsis else tuple(slices)
-            data = cast(Tensor, shard)[tuple(slice(0, part.stop - part.start) for part in parts)]  # without padding
-            if data.numel() or not tensor.numel():
-                number = int(replica) if copies > 1 else None
-                pieces.append(contract.Piece(tuple(int(part.start) for part in parts), data, number))
-        return pieces
+            parts = full_region(tensor.shape) if slices is Ellipsis else slices
+            yield shard, int(replica), tuple(slice(int(part.start), int(part.stop)) for part in parts)
 
-    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: contract.Read) -> None:
+    def load_state(self, model: nn.Module, optimizer: contract.OptimizerState, read: contract.Read) -> None:
         for key, (old, spec, _) in checkpoint_tensors(model, optimizer, self._layouts[model]).items():
             if old.device.type == "cpu":
                 old.copy_(read(key, full_region(old.shape)))
