@@ -208,25 +208,6 @@ def key_in(model: str, key: str) -> str:
     return f"{state}{slash}{model}.{fqn}" if model else key
 
 
-def only_model(manifest: Manifest, model: str) -> Manifest:
-    """The manifest of one of several models, by the keys that it would have alone. `model` may go on to a module of it:
-    `ema.module`. Raises CheckpointError for an unknown one."""
-
-    def own(keys: Mapping[str, Any]) -> dict[str, Any]:
-        parts = ((key.rpartition("/"), value) for key, value in keys.items() if not key.startswith(OBJECTS))
-        return {
-            f"{state}{slash}{fqn.removeprefix(f'{model}.')}": value
-            for (state, slash, fqn), value in parts
-            if fqn.startswith(f"{model}.")
-        }
-
-    if not (tensors := own(manifest.tensors)):
-        models = ", ".join(manifest.named.models if manifest.named else ()) or "one, without a name"
-        raise CheckpointError(f"--model {model}: the checkpoint has no such model. It has {models}.")
-    ties = {alias: key.removeprefix(f"{model}.") for alias, key in own(manifest.ties).items()}
-    return manifest.model_copy(update={"tensors": tensors, "ties": ties, "named": None})
-
-
 def bytes_of_tensors(tensors: Mapping[str, TensorEntry]) -> int:
     """Total size of the tensors' elements."""
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,16 +17,18 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Backend, OptimizerState, Read, TensorState
 from portable_fsdp.backends.state import dtype_name
-from portable_fsdp.checkpoint.manifests import OBJECTS, Named, folder_of, key_in
-from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.checkpoint.manifests import OBJECTS, Manifest, Named, check_json, folder_of, key_in
 from portable_fsdp.layout import Region
 from portable_fsdp.optim.counting import CountingOptimizer
 from portable_fsdp.runtime.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from portable_fsdp.checkpoint.store import Reader
+
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
-_NOT_SAVED = ("params", "fused", "foreach")  # of an optimizer's group: the latter are the engine's choice
+_NOT_SAVED = ("params", "fused", "foreach", "decoupled")  # of an optimizer's group: all but the first are the engine's
 
 
 class _Merged(NamedTuple):
@@ -93,6 +95,7 @@ class NamedState:
         """
         tensors: dict[str, Tensor] = {}
         states = {name: _encoded(state, name, tensors) for name, state in self._states().items()}
+        check_json(states)
         named = Named(models=self._names_of_models, objects=states)
         texts = self._backend.gather({name: json.dumps(state) for name, state in states.items()})
         for name in states:
@@ -126,7 +129,7 @@ class NamedState:
             "values": {key_of[weight]: state for weight, state in values.items() if state},
         }
 
-    def prepare(self, reader: Reader, *, weights_only: bool) -> None:
+    def prepare(self, reader: "Reader", *, weights_only: bool) -> None:
         """Check that a checkpoint holds these models, optimizers and objects, and allocate optimizer state that begins
         with a first step, where it has some. Raises CheckpointError."""
         saved, own = reader.manifest.named or Named(), self._own()
@@ -148,7 +151,7 @@ class NamedState:
             self._backend.own_optimizers[optimizer](fresh)
 
     @staticmethod
-    def _require_same(what: str, before: Iterable[str], now: Iterable[str], reader: Reader) -> None:
+    def _require_same(what: str, before: Iterable[str], now: Iterable[str], reader: "Reader") -> None:
         if sorted(before) != sorted(now):
             none = "one without a name" if what == "models" else "none"
             saved, ours = (", ".join(names) or none for names in (before, now))
@@ -157,7 +160,7 @@ class NamedState:
                 f"the same {what} by the same names, or start from its weights: checkpoint.load=weights_only."
             )
 
-    def load(self, reader: Reader, read: Read, *, weights_only: bool) -> None:
+    def load(self, reader: "Reader", read: Read, *, weights_only: bool) -> None:
         """Overwrite models, optimizers and objects, in this order."""
         for name, model in self._models.items():
 
@@ -174,14 +177,14 @@ class NamedState:
         states = {name: _decoded(state, read_tensor) for name, state in reader.manifest.named.objects.items()}
         for name, optimizer in self._own().items():
             for group, settings in zip(optimizer.param_groups, states[name]["groups"], strict=True):
-                group |= settings
+                group |= {key: value for key, value in settings.items() if key not in _NOT_SAVED}
             for weight in _weights(optimizer):
                 if values := states[name]["values"].get(self._keys[weight]):
                     optimizer.state[weight] |= values
         for name, value in self._objects.items():
             value.load_state_dict(states[name])
 
-    def _read(self, reader: Reader, present: Mapping[str, Tensor], key: str) -> Tensor:
+    def _read(self, reader: "Reader", present: Mapping[str, Tensor], key: str) -> Tensor:
         """Read a tensor of an object: laid out like its present one, if that has the same shape; else on the host."""
         like, entry = present.get(key), reader.manifest.tensors.get(key)
         if like is None or entry is None or entry.shape != (*like.shape,) or entry.dtype != dtype_name(like.dtype):
@@ -189,6 +192,25 @@ class NamedState:
         with torch.no_grad():
             self._backend.load_tensor(new := like.detach().clone(), partial(reader.read, key))
         return new
+
+
+def only_model(manifest: Manifest, model: str) -> Manifest:
+    """The manifest of one of several models, by the keys that it would have alone. `model` may go on to a module of it:
+    `ema.module`. Raises CheckpointError for an unknown one."""
+
+    def own(keys: Mapping[str, Any]) -> dict[str, Any]:
+        parts = ((key.rpartition("/"), value) for key, value in keys.items() if not key.startswith(OBJECTS))
+        return {
+            f"{state}{slash}{fqn.removeprefix(f'{model}.')}": value
+            for (state, slash, fqn), value in parts
+            if fqn.startswith(f"{model}.")
+        }
+
+    if not (tensors := own(manifest.tensors)):
+        models = ", ".join(manifest.named.models if manifest.named else ()) or "one, without a name"
+        raise CheckpointError(f"--model {model}: the checkpoint has no such model. It has {models}.")
+    ties = {alias: key.removeprefix(f"{model}.") for alias, key in own(manifest.ties).items()}
+    return manifest.model_copy(update={"tensors": tensors, "ties": ties, "named": None})
 
 
 def _weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:

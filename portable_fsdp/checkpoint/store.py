@@ -143,7 +143,11 @@ class Reader(Closing):
         self.folder = folder
         self._all = manifest = manifests.read_manifest(folder)
         self._model = model
-        self.manifest = manifests.only_model(manifest, model) if model else manifest
+        self.manifest = manifest
+        if model:
+            from portable_fsdp.checkpoint.named import only_model
+
+            self.manifest = only_model(manifest, model)
         self._store = store_of(folder)
         for name in FOLDERS:
             if is_link(folder / name):

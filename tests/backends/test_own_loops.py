@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from own_loops import MORE_PROGRAMS, PATTERNS, ROWS, Net, engine_run, plain_run, resumed_run
+from safetensors.torch import load_file
 from torch import Tensor
+from torch.optim.lr_scheduler import LinearLR
 from workers import GetWorkers, Group, marked
 
 import portable_fsdp as pf
+from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.manifests import step_folder
 from portable_fsdp.checkpoint.store import Reader
 
@@ -52,10 +55,13 @@ def test_named_models_and_objects_travel_between_engines(workers: GetWorkers, tm
                     assert torch.equal(copy.read_whole(key), saved.read_whole(key)), key
 
 
-def test_the_example_of_the_docs_runs() -> None:
-    """Its step is the pattern `gan`."""
+def test_the_examples_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their step is the pattern `gan`."""
     page = (Path(__file__).parents[2] / "docs/library.md").read_text()
-    [block] = re.findall(r"```python\n(generator, .*?)```", page, re.DOTALL)
+    section = page.partition("## Several models and optimizers")[2].partition("## Callbacks")[0]
+    step, save = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    [export] = re.findall(r"`checkpoint (export .*?)`", section, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
 
     def loss_of(logits: Tensor, is_real: float) -> Tensor:
         target = torch.full_like(logits, is_real)
@@ -65,8 +71,13 @@ def test_the_example_of_the_docs_runs() -> None:
     with pf.open_backend(config, device="cpu", backend="native") as engine:
         names: dict[str, Any] = {"pf": pf, "torch": torch, "config": config, "engine": engine, "loss_of": loss_of}
         names |= {"Generator": lambda: Net(4, 8), "Discriminator": lambda: Net(8, 1)}
-        exec(compile(block, "library.md", "exec"), names)
+        exec(compile(step, "library.md", "exec"), names)
         batch = {"x": torch.randn(ROWS, 8), "noise": torch.randn(ROWS, 4)}
         losses = [engine.fetch(names["train"](engine.place(batch))).result() for _ in range(2)]
+        names |= {"rows_of": lambda _: batch, "schedule": LinearLR(names["generator_optimizer"])}
+        exec(compile(save, "library.md", "exec"), names)
     assert all(loss.isfinite() for step in losses for loss in step.values())
     assert all(losses[1][name] != losses[0][name] for name in ("discriminator", "generator"))  # both optimizers stepped
+    assert main(export.split()) == 0
+    exported = load_file("generator.safetensors")
+    assert torch.equal(exported["up.weight"], names["generator"].up.weight)

@@ -95,7 +95,8 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {name: parameter.detach() for parameter, name in names.items()}
     for parameter, state in optimizer.state.items():
-        tensors.update({f"{kind}/{names[parameter]}": value for kind, value in state.items()})
+        if parameter in names:
+            tensors.update({f"{k}/{names[parameter]}": v for k, v in state.items() if isinstance(v, Tensor)})
     return tensors
 
 

@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import zeros as distributed_zeros
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -299,7 +298,7 @@ class NativeBackend(contract.Backend):
         return optimizer
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        from portable_fsdp.backends.own_optimizers import owners_of, step_kinds_apart, zero_state
+        from portable_fsdp.backends.own_objects import owners_of, step_kinds_apart, zero_state
 
         if self.loss_scaler is not None:
             raise BackendError("shard_optimizer: precision.compute=float16 scales losses.\n  Set bfloat16.")
@@ -576,26 +575,16 @@ class NativeBackend(contract.Backend):
                 update()
 
     def tensor_state(self, tensor: Tensor) -> contract.TensorState:
-        pieces = [self._part_of(tensor)]
+        from portable_fsdp.backends.own_objects import part_of
+
+        pieces = [part_of(tensor, self.process)]
         return contract.TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
 
     def load_tensor(self, tensor: Tensor, read: Callable[[Region], Tensor]) -> None:
-        offset, local, _ = self._part_of(tensor)
-        local.copy_(read(tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))))
+        from portable_fsdp.backends.own_objects import part_of
 
-    def _part_of(self, tensor: Tensor) -> contract.Piece:
-        """The part on this process of a tensor of the user's own, with a number if others should have an equal one."""
-        if not isinstance(tensor, DTensor):
-            number = self.process.index if self.process.count > 1 else None
-            return contract.Piece((0,) * tensor.dim(), tensor.detach(), number)
-        mesh, number, copies = tensor.device_mesh, 0, 1
-        for placement, size, place in zip(tensor.placements, mesh.shape, mesh.get_coordinate() or (), strict=True):
-            if not placement.is_shard():
-                number, copies = number * size + place, copies * size
-        number += copies * int(mesh.mesh.min())  # processes of other meshes have the same again
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-        is_copied = copies > 1 or mesh.size() < self.process.count
-        return contract.Piece(offset, local_part(tensor).detach(), number if is_copied else None)
+        offset, local, _ = part_of(tensor, self.process)
+        local.copy_(read(tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))))
 
     @property
     def collectives(self) -> dict[str, contract.Traffic] | None:

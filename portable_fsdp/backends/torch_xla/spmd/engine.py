@@ -241,7 +241,7 @@ class XlaBackend(PjrtBackend):
         return optimizer
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        from portable_fsdp.backends.own_optimizers import owners_of, zero_state
+        from portable_fsdp.backends.own_objects import owners_of, zero_state
 
         def zeros(parameter: Tensor, twin: Tensor, _: dict[str, Any]) -> Tensor:
             model, fqn = owners[parameter]

@@ -1,4 +1,5 @@
-"""Optimizers of the user's own: their state, allocated by a copy that steps on meta, and their steps."""
+"""Optimizers of the user's own: their state, allocated by a copy that steps on meta, and their steps. Tensors of their
+objects."""
 
 import copy
 from collections import OrderedDict, defaultdict
@@ -9,8 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from portable_fsdp.attach import other_groups, replace_step
+from portable_fsdp.backends.contract import Partition, Piece
 from portable_fsdp.backends.state import step_on_meta
 from portable_fsdp.runtime.errors import BackendError
 
@@ -113,3 +116,17 @@ def _step_apart(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> 
     for group, part in apart:  # what the step wrote there
         group |= {key: value for key, value in part.items() if key != "params"}
     return out
+
+
+def part_of(tensor: Tensor, process: Partition) -> Piece:
+    """The part of a tensor that a process holds, with a number where others should hold an equal one."""
+    if not isinstance(tensor, DTensor):
+        return Piece((0,) * tensor.dim(), tensor.detach(), process.index if process.count > 1 else None)
+    mesh, number, copies = tensor.device_mesh, 0, 1
+    for placement, size, place in zip(tensor.placements, mesh.shape, mesh.get_coordinate() or (), strict=True):
+        if not placement.is_shard():
+            number, copies = number * size + place, copies * size
+    number += copies * int(mesh.mesh.min())  # processes of other meshes have the same again
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    is_copied = copies > 1 or mesh.size() < process.count
+    return Piece(offset, tensor.to_local().detach(), number if is_copied else None)
