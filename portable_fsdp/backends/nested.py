@@ -125,6 +125,16 @@ def floats_in(dtype: torch.dtype) -> Replacement:
     return Replacement(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
+def are_cast(values: Iterable[Any], dtype: torch.dtype) -> bool:
+    """Whether `floats_in(dtype)` leaves all of these as they are, found without a look inside objects."""
+    return all(
+        isinstance(value, _WHOLE)
+        or value is None
+        or (type(value) is Tensor and (value.dtype == dtype or not value.is_floating_point()))
+        for value in values
+    )
+
+
 @lru_cache(10_000)
 def _slots(kind: type) -> tuple[bool, list[str]]:
     """Whether values of this type have a `__dict__`, and the names of their slots."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Forward, ShardPolicy
-from portable_fsdp.backends.nested import floats_in
+from portable_fsdp.backends.nested import are_cast, floats_in
 from portable_fsdp.backends.state import dtype_name, parameter_slots
 from portable_fsdp.config.describe import is_inside
 from portable_fsdp.layout import Spec, weight_spec
@@ -142,10 +142,11 @@ def in_own_dtype(forward: Forward, dtype: torch.dtype, result: torch.dtype | Non
 
     @wraps(forward)  # with its signature: that of a head may have `loss_input`
     def run(*args: Any, **kwargs: Any) -> Any:
-        inputs = floats_in(dtype)
-        args, kwargs = inputs((args, kwargs))
+        inputs = None if are_cast((*args, *kwargs.values()), dtype) else floats_in(dtype)
+        args, kwargs = inputs((args, kwargs)) if inputs else (args, kwargs)
         output = forward(*args, **kwargs)
-        inputs.write_back()
+        if inputs:
+            inputs.write_back()
         return output if result is None else floats_in(result)(output)
 
     return run

@@ -124,8 +124,8 @@ def problem_of(model: nn.Module, labels: Tensor) -> str:
 
 def _logits(model: nn.Module, batch: TaskBatch) -> Tensor:
     arguments = {name: value for name, value in batch.items() if name != "labels"}
-    if is_decoder_only(model):  # no position sees the padding after a row
-        arguments.pop("attention_mask", None)
+    if "attention_mask" in arguments and is_decoder_only(model):  # no position sees the padding after a row
+        del arguments["attention_mask"]
     output = model(**arguments)
     return output if isinstance(output, Tensor) else output.logits
 

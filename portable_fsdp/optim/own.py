@@ -37,7 +37,6 @@ class AdamWNumbers(NamedTuple):
     size: Number  # of the update
     root: Number  # of the second moment's correction
     shares: tuple[Number, Number]  # by which the moments move to the new gradient
-    decay: Number  # of the second moment
     skips: Tensor | None  # bool: whether the step is skipped; None: it isn't
 
 
@@ -50,7 +49,6 @@ def adamw_numbers(group: dict[str, Any], count: Number, skipped: Number = 0.0) -
         size=group["lr"] * moves / first,
         root=second**0.5,
         shares=((1 - beta1) * moves, (1 - beta2) * moves),
-        decay=beta2 + (1 - beta2) * skipped,
         skips=skipped > 0 if isinstance(skipped, Tensor) else None,
     )
 
@@ -80,7 +78,7 @@ def adamw_update(
         gradient = gradient + group["weight_decay"] * parameter
     # torch traces an operation in place in Python: 0.1 to 0.5 ms for each weight in a step of XLA; a copy 0.01 ms.
     mean = state["exp_avg"].lerp(gradient, first)
-    square = state["exp_avg_sq"] * numbers.decay + gradient * gradient * second
+    square = state["exp_avg_sq"].lerp(gradient.square(), second)
     if barrier is not None:
         barrier([mean, square])
     state["exp_avg"].copy_(mean)

@@ -88,6 +88,7 @@ class _Sharded:
     plan: "TensorPlan | None"  # of the axis `tensor`
     prefetch: "Prefetch | None" = None
     units: list[FSDPModule] = field(default_factory=lambda: [])  # the root first
+    cuts: dict[Tensor, tuple[str, ...]] = field(default_factory=lambda: {})  # weight -> axes, found at the first clip
 
 
 class NativeBackend(contract.Backend):
@@ -464,15 +465,15 @@ class NativeBackend(contract.Backend):
     def clip_grad_norm(self, model: nn.Module | Iterable[Tensor], limit: float | None) -> Tensor:
         # On local shards, in float32, and reduced on the device: with cpu_offload gradients are on the host.
         cut_by: dict[tuple[str, ...], list[Tensor]] = {}
-        parts = [model] if isinstance(model, nn.Module) else self._models
-        named = ((self._models[part].layouts, fqn, p) for part in parts for fqn, p in part.named_parameters())
-        specs: dict[Tensor, Spec] = {p: layouts[fqn] for layouts, fqn, p in named if p.grad is not None}
-        for parameter in specs if isinstance(model, nn.Module) else model:
-            if parameter.grad is not None and parameter not in specs:
-                raise BackendError("clip_grad_norm: a parameter is of no model that this engine sharded.")
-            if parameter in specs:
-                axes = tuple(sorted(cutting_axes(specs[parameter])))  # one sum, whichever dimension is split
-                cut_by.setdefault(axes, []).append(local_part(cast(Tensor, parameter.grad)))
+        if isinstance(model, nn.Module):
+            weights = cuts = self._cuts_of(model)
+        else:
+            weights, cuts = model, {weight: axes for each in self._models for weight, axes in self._cuts_of(each).items()}
+        for weight in weights:
+            if weight.grad is not None:
+                if weight not in cuts:
+                    raise BackendError("clip_grad_norm: a parameter is of no model that this engine sharded.")
+                cut_by.setdefault(cuts[weight], []).append(local_part(weight.grad))
         gradients = [gradient for part in cut_by.values() for gradient in part]
         if not gradients:
             return torch.zeros((), device=self.device)
@@ -486,6 +487,14 @@ class NativeBackend(contract.Backend):
         if factor is not None:
             _scale(gradients, factor)
         return norm
+
+    def _cuts_of(self, model: nn.Module) -> dict[Tensor, tuple[str, ...]]:
+        """The axes that cut each weight."""
+        record = self._models[model]
+        if not record.cuts:  # sorted: one sum, whichever dimension is split
+            named = {weight: fqn for fqn, weight in model.named_parameters() if fqn in record.layouts}
+            record.cuts = {weight: tuple(sorted(cutting_axes(record.layouts[fqn]))) for weight, fqn in named.items()}
+        return record.cuts
 
     def _squared_norm(self, gradients: list[Tensor]) -> Tensor:
         norms = cast(list[Tensor], cast(Any, torch)._foreach_norm(gradients, 2, torch.float32))

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from portable_fsdp.backends.contract import Forward, ShardPolicy
-from portable_fsdp.backends.nested import Replacement, flatten, floats_in
+from portable_fsdp.backends.nested import Replacement, are_cast, flatten, floats_in
 from portable_fsdp.backends.state import output_head, parameter_slots, put_parameter
 from portable_fsdp.backends.weight_uses import (
     dtype_of,
@@ -131,16 +131,16 @@ def cast_modules(model: nn.Module, policy: ShardPolicy) -> None:
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast inputs by hooks. A list or an object that the module changes is changed for its caller too."""
-    running: list[Replacement] = []
+    running: list[Replacement | None] = []
 
     def cast_all(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        running.append(floats_in(dtype))
-        return running[-1]((args, kwargs))
+        running.append(cast := None if are_cast((*args, *kwargs.values()), dtype) else floats_in(dtype))
+        return cast((args, kwargs)) if cast else None
 
     module.register_forward_pre_hook(cast_all, with_kwargs=True)
     # Before FSDP2's hook, at which Boundary writes back too.
     module.register_forward_hook(
-        lambda *_: running.pop().write_back() if running else None, prepend=True, always_call=True
+        lambda *_: cast.write_back() if running and (cast := running.pop()) else None, prepend=True, always_call=True
     )
 
 
