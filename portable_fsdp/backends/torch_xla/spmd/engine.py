@@ -10,7 +10,7 @@ sets environment variables that torch_xla reads at import, before it imports tor
 import logging
 import math
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from portable_fsdp.attach import refuse_copies, set_expert_groups
 from portable_fsdp.backends import contract
@@ -262,6 +263,11 @@ class XlaBackend(PjrtBackend):
         return self._make(twin.shape, twin.dtype, spec, zeros_of)
 
     # --------------------------------------------------------------------------------------------------- the step
+
+    def compile(self, fn: Callable[..., contract.Metrics], name: str) -> Callable[..., contract.Metrics]:
+        """Each device gets whole outputs: torch_xla compiles a program each time that a sharded tensor is read."""
+        gather = Layouts(self.mesh, self.axes).replicated
+        return super().compile(lambda *args: tree_map_only(Tensor, gather, fn(*args)), name)
 
     def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
         batch = contract.as_batch(batch)
