@@ -1,8 +1,10 @@
 """Optimizers of the user's own: their state, allocated by a copy that steps on meta, and their steps."""
 
 import copy
+import logging
+import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -14,21 +16,48 @@ from portable_fsdp.attach import other_groups, replace_step
 from portable_fsdp.backends.state import step_on_meta
 from portable_fsdp.runtime.errors import BackendError
 
+log = logging.getLogger("portable_fsdp")
+
 Owners = Mapping[Tensor, tuple[nn.Module, str]]
 """Parameter -> the sharded model that holds it, and its first FQN there."""
+
+Optimizers = Collection[torch.optim.Optimizer]
+"""Those that the engine made, or got in `shard_optimizer`."""
 
 
 def owners_of(models: Iterable[nn.Module]) -> dict[Tensor, tuple[nn.Module, str]]:
     return {weight: (model, fqn) for model in models for fqn, weight in model.named_parameters()}
 
 
+def warn_of_kept_gradients(optimizer: torch.optim.Optimizer, known: Optimizers, models: Iterable[nn.Module]) -> None:
+    """Warn at its second step of trained weights in none of `known` that still have the gradients of its first step."""
+    steps: list[dict[Tensor, weakref.ref[Tensor]]] = []
+
+    def note(*_: Any) -> None:
+        if len(steps) == 2:
+            return
+        stepped = {weight for each in known for group in each.param_groups for weight in group["params"]}
+        others = {p: owner for p, owner in owners_of(models).items() if p.requires_grad and p not in stepped}
+        steps.append({p: weakref.ref(p.grad) for p in others if p.grad is not None})
+        both = [others[p] for p, gradient in steps[0].items() if p in others and gradient() is p.grad is not None]
+        kept = [f"{type(model).__name__}.{fqn}" for model, fqn in both]
+        if len(steps) == 2 and kept:
+            text = "%s%s: gradients of these weights stay and grow, since no optimizer has them: freeze or add them"
+            log.warning(text, ", ".join(kept[:3]), ", ..." * (len(kept) > 3))
+
+    optimizer.register_step_post_hook(note)
+
+
 def zero_state(
-    optimizer: torch.optim.Optimizer, owners: Owners, zeros: Callable[[Tensor, Tensor, dict[str, Any]], Tensor]
+    optimizer: torch.optim.Optimizer,
+    known: Optimizers,
+    owners: Owners,
+    zeros: Callable[[Tensor, Tensor, dict[str, Any]], Tensor],
 ) -> None:
     """Allocate the state of an optimizer that has none. `zeros(parameter, twin, group)` makes each tensor of it.
 
     State that doesn't begin as zeros (NAdam's, SGD's with dampening) is left to the first step. Raises
-    BackendError for a parameter without owner, for an optimizer that has stepped, and as `optimizer_state_twins`.
+    BackendError for a parameter without owner, for an optimizer that is `known` or has stepped, and as `step_on_meta`.
     """
     name = type(optimizer).__name__
     if any(parameter not in owners for group in optimizer.param_groups for parameter in group["params"]):
@@ -36,10 +65,10 @@ def zero_state(
             f"shard_optimizer: {name} has a parameter of no model that this engine sharded.\n"
             "  Shard the models first, and make the optimizer of their parameters."
         )
-    if any(optimizer.state.values()):
+    if optimizer in known or any(optimizer.state.values()):
         raise BackendError(
-            f"shard_optimizer: {name} has state already.\n  Pass an optimizer once, before its first step. Those that "
-            "make their state when they are made (torch's Adagrad) aren't supported."
+            f"shard_optimizer: {name} was passed before, or has state.\n  Pass an optimizer once, before its first "
+            "step. Those that make their state when they are made (torch's Adagrad) aren't supported."
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise BackendError("shard_optimizer: LBFGS needs a closure, which runs forward many times. Use another one.")

@@ -354,6 +354,15 @@ def plain_run(name: str) -> list[dict[str, float]]:
     return out
 
 
+def step_without_context() -> None:
+    config = pf.make_config()
+    with open_group(config) as engine:
+        model = pf.shard_model(Net, config, engine)
+        engine.shard_optimizer(optimizer := adamw(model))
+        model(rows_of("", 0)["x"]).sum().backward()
+        optimizer.step()
+
+
 def engine_run(name: str, settings: dict[str, Any]) -> tuple[list[dict[str, float]], int]:
     """The same on an engine, and the number of programs that were compiled after step 2."""
     config = pf.make_config(**settings)

@@ -1,14 +1,15 @@
 """Custom training loops with several models and torch's optimizers, against the same loops in plain torch."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from own_loops import MORE_PROGRAMS, PATTERNS, ROWS, Net, engine_run, plain_run
+from own_loops import MORE_PROGRAMS, PATTERNS, ROWS, Net, engine_run, plain_run, step_without_context
 from torch import Tensor
-from workers import GetWorkers, Group, marked
+from workers import GetWorkers, Group, JobFailed, marked
 
 import portable_fsdp as pf
 
@@ -32,6 +33,44 @@ def test_the_losses_are_those_of_plain_torch(
         for step, (actual, plain) in enumerate(zip(losses, expected, strict=True)):
             assert actual == pytest.approx(plain, rel=1e-5), f"step {step}"
         assert late == MORE_PROGRAMS.get(name, 0) * group.engine.compiles
+
+
+RECOMPUTED = {"name": "gradient penalty", "settings": {"memory": {"gradient_checkpointing": "full"}}}
+
+
+@pytest.mark.parametrize(
+    ("group", "words", "job", "arguments"),
+    [
+        marked(Group("native", 2), "[] isn't summed over the devices.\n  Run each backward", step_without_context, {}),
+        marked(Group("xla", 4), "can't run through layers that backward recomputes.\n  Set", engine_run, RECOMPUTED),
+    ],
+)
+def test_a_mistake_ends_in_a_sentence(
+    group: Group, words: str, job: Callable[..., Any], arguments: dict[str, Any], workers: GetWorkers
+) -> None:
+    with pytest.raises(JobFailed) as failure:
+        workers(group).run(job, **arguments)
+    assert words in failure.value.message
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_gradients_that_no_optimizer_takes_are_named_once(clears: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A discriminator in the generator's step has some too: its own optimizer takes them."""
+    config = pf.make_config()
+    with pf.open_backend(config, device="cpu", backend="native") as engine:
+        first, second, third = (pf.shard_model(lambda: torch.nn.Linear(2, 2), config, engine) for _ in range(3))
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+        for optimizer in optimizers:
+            engine.shard_optimizer(optimizer)
+        for _ in range(4):
+            with engine.accumulate(True):
+                third(second(first(torch.ones(2, 2)))).sum().backward()
+            optimizers[0].step()
+            engine.zero_gradients(optimizers[0], keep=False)
+            if clears:
+                third.zero_grad()
+    warned = [message for message in caplog.messages if "since no optimizer has them" in message]
+    assert [message.partition(":")[0] for message in warned] == ["Linear.weight, Linear.bias"] * (not clears)
 
 
 def test_the_example_of_the_docs_runs() -> None:

@@ -34,7 +34,7 @@ from portable_fsdp.backends.contract import (
 )
 from portable_fsdp.backends.nested import flatten, tensors_in, tensors_of_modules
 from portable_fsdp.backends.refusals import Deployment, require_supported
-from portable_fsdp.backends.state import tensors_of, zero_optimizer
+from portable_fsdp.backends.state import require_known, tensors_of, zero_optimizer
 from portable_fsdp.backends.torch_xla.options import libtpu_arguments
 from portable_fsdp.backends.torch_xla.program import Compiler
 from portable_fsdp.config.schema import Config
@@ -142,10 +142,16 @@ class PjrtBackend(Backend):
         compiled = self._programs.compile(program, name, self._shapes)
 
         def run(*args: Any) -> Metrics:
+            if any(value.dim() and value.device.type != "xla" for value in tensors_in(args)):
+                raise BackendError(f"program {name!r}: a batch isn't on the device.\n  Pass engine.place(batch).")
             with self._placed_rates():
                 return compiled(*args)
 
         return run
+
+    def zero_gradients(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> None:
+        require_known(optimizer, self._optimizers)
+        super().zero_gradients(optimizer, keep=keep)
 
     @contextmanager
     def _placed_rates(self) -> Generator[None]:

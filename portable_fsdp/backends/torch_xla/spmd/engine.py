@@ -242,7 +242,7 @@ class XlaBackend(PjrtBackend):
         return optimizer
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        from portable_fsdp.backends.own_optimizers import owners_of, zero_state
+        from portable_fsdp.backends.own_optimizers import owners_of, warn_of_kept_gradients, zero_state
 
         def zeros(parameter: Tensor, twin: Tensor, _: dict[str, Any]) -> Tensor:
             model, fqn = owners[parameter]
@@ -250,8 +250,9 @@ class XlaBackend(PjrtBackend):
                 return torch.zeros(twin.shape, dtype=twin.dtype)
             return self._zeros(twin, state_spec(self._layouts[model][fqn], parameter.shape, twin.shape))
 
-        zero_state(optimizer, owners := owners_of(self._layouts), zeros)
+        zero_state(optimizer, self._optimizers, owners := owners_of(self._layouts), zeros)
         self._step_by_ours(optimizer)
+        warn_of_kept_gradients(optimizer, self._optimizers, self._layouts)
         self._optimizers[optimizer] = None
         self._programs.watch(self._steps_by_ours.get(optimizer, optimizer), {})
         self._tensors.wait()
