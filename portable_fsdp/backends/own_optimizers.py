@@ -4,9 +4,9 @@ import copy
 import logging
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,22 @@ Optimizers = Collection[torch.optim.Optimizer]
 
 def owners_of(models: Iterable[nn.Module]) -> dict[Tensor, tuple[nn.Module, str]]:
     return {weight: (model, fqn) for model in models for fqn, weight in model.named_parameters()}
+
+
+def refuse_unknown(optimizer: torch.optim.Optimizer) -> NoReturn:
+    fix = "Write engine.shard_optimizer(optimizer) before its first step"
+    raise BackendError(f"zero_gradients: the engine doesn't know this {type(optimizer).__name__}.\n  {fix}.")
+
+
+def require_sums(summed: Container[Tensor], peers: object, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise BackendError for a replicated weight whose gradient isn't a sum over `peers`; None: the process is alone."""
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    for weight in weights if peers is not None else ():
+        if weight.grad is not None and weight not in summed and not isinstance(weight, DTensor):
+            raise BackendError(
+                f"step: the gradient of a weight of shape {list(weight.shape)} isn't summed over the devices.\n"
+                "  Run each backward inside `with engine.accumulate(True):`."
+            )
 
 
 def warn_of_kept_gradients(optimizer: torch.optim.Optimizer, known: Optimizers, models: Iterable[nn.Module]) -> None:

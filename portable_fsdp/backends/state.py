@@ -1,7 +1,7 @@
 """Parameters, buffers and optimizer state of a model: what all engines do alike with them."""
 
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -162,13 +162,6 @@ def step_on_meta(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -
             "  Each step would wait for the device, and XLA couldn't compile it.\n"
             "  Compute with tensors there, or use another optimizer: optim.name=adamw."
         ) from error
-
-
-def require_known(optimizer: torch.optim.Optimizer, known: Collection[torch.optim.Optimizer]) -> None:
-    """Raise BackendError unless the engine made the optimizer, or got it in `shard_optimizer`."""
-    if optimizer not in known:
-        fix = "Write engine.shard_optimizer(optimizer) before its first step"
-        raise BackendError(f"zero_gradients: the engine doesn't know this {type(optimizer).__name__}.\n  {fix}.")
 
 
 def zero_optimizer(

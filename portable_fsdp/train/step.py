@@ -114,8 +114,7 @@ class TrainStep:
         if (isinstance(lr, Tensor) and lr.numel() != 1) or not math.isfinite(value := float(cast(float, lr))):
             raise ConfigError(f"step: expected one finite learning rate, found {lr}.")
         if not isinstance(control, Sequence):
-            fix = f"Write step(batches, lr, [{control}])"
-            raise ConfigError(f"step: expected a list of control numbers, found {control}.\n  {fix}.")
+            raise ConfigError(f"step: expected a list of counts, found {control}.\n  Write step(..., lr, [{control}]).")
         each = cast(Sequence[object], batches) if isinstance(batches, list | tuple) else None
         if each is None or len(each) != self.accumulation:
             actual = f"a {type(batches).__name__}" if each is None else len(each)

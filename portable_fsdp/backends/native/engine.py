@@ -43,7 +43,7 @@ from portable_fsdp.backends.native.units import (
 )
 from portable_fsdp.backends.native.unsharded import dequantise_experts, use_in_place, view_tables
 from portable_fsdp.backends.refusals import Deployment, require_supported
-from portable_fsdp.backends.state import checkpoint_tensors, persistent_buffers, require_known, zero_optimizer
+from portable_fsdp.backends.state import checkpoint_tensors, persistent_buffers, zero_optimizer
 from portable_fsdp.backends.weight_uses import check_statistics
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import (
@@ -315,19 +315,10 @@ class NativeBackend(contract.Backend):
                 group["fused"] = True
         own.zero_state(optimizer, self._optimizers, owners := own.owners_of(self._models), zeros)
         own.step_kinds_apart(optimizer)
-        optimizer.register_step_pre_hook(self._require_sums)
+        optimizer.register_step_pre_hook(partial(own.require_sums, self._summed, self._group(LOSS_AXES)))
         optimizer.register_step_post_hook(self._note_step)
         own.warn_of_kept_gradients(optimizer, self._optimizers, self._models)
         self._optimizers.add(optimizer)
-
-    def _require_sums(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise BackendError for a replicated weight whose gradient is that of this process's rows alone."""
-        for weight in (p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, DTensor)):
-            if weight.grad is not None and weight not in self._summed and self._group(LOSS_AXES):
-                raise BackendError(
-                    f"step: the gradient of a weight of shape {list(weight.shape)} isn't summed over the devices.\n"
-                    "  Run each backward inside `with engine.accumulate(True):`."
-                )
 
     def _note_step(self, *_: Any) -> None:
         self._first_step_is_over = True
@@ -464,7 +455,10 @@ class NativeBackend(contract.Backend):
             reshard_all(self._models[model].units)
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> None:
-        require_known(optimizer, self._optimizers)
+        if optimizer not in self._optimizers:
+            from portable_fsdp.backends.own_optimizers import refuse_unknown
+
+            refuse_unknown(optimizer)
         if not keep and not self._keeps_gradients:
             optimizer.zero_grad(set_to_none=True)
             return
