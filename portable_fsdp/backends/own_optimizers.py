@@ -35,7 +35,7 @@ def refuse_unknown(optimizer: torch.optim.Optimizer) -> NoReturn:
 
 
 def require_sums(summed: Container[Tensor], peers: object, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raise BackendError for a replicated weight whose gradient isn't a sum over `peers`; None: the process is alone."""
+    """Raise BackendError for a replicated weight whose gradient isn't a sum over `peers` (None: there are none)."""
     weights = (weight for group in optimizer.param_groups for weight in group["params"])
     for weight in weights if peers is not None else ():
         if weight.grad is not None and weight not in summed and not isinstance(weight, DTensor):
