@@ -61,7 +61,8 @@ def warn_of_kept_gradients(optimizer: torch.optim.Optimizer, known: Optimizers, 
             text = "%s%s: gradients of these weights stay and grow, since no optimizer has them: freeze or add them"
             log.warning(text, ", ".join(kept[:3]), ", ..." * (len(kept) > 3))
 
-    optimizer.register_step_post_hook(note)
+    if not known:  # the engine's first optimizer watches for all
+        optimizer.register_step_post_hook(note)
 
 
 def zero_state(

@@ -65,7 +65,8 @@ def test_gradients_that_no_optimizer_takes_are_named_once(clears: bool, caplog: 
         for _ in range(4):
             with engine.accumulate(True):
                 third(second(first(torch.ones(2, 2)))).sum().backward()
-            optimizers[0].step()
+            for optimizer in optimizers:
+                optimizer.step()
             engine.zero_gradients(optimizers[0], keep=False)
             if clears:
                 third.zero_grad()
