@@ -84,8 +84,8 @@ def refuse_copies(modules: Iterable[nn.Module]) -> None:
 def _refuse_copy(_: Any) -> NoReturn:
     raise BackendError(
         "a sharded model can't be copied (copy.deepcopy, torch's AveragedModel): the copy would compute with the "
-        "original's weights.\n  Copy it before shard, or shard two models and copy the weights: "
-        "other.load_state_dict(model.state_dict())."
+        "original's weights.\n  Shard another, as in shard_model(lambda: AveragedModel(Net()), config, engine); "
+        "other.load_state_dict(model.state_dict()) copies the weights."
     )
 
 

@@ -2,10 +2,12 @@
 objects."""
 
 import copy
+import logging
+import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,22 +19,66 @@ from portable_fsdp.backends.contract import Partition, Piece
 from portable_fsdp.backends.state import step_on_meta
 from portable_fsdp.runtime.errors import BackendError
 
+log = logging.getLogger("portable_fsdp")
+
 Owners = Mapping[Tensor, tuple[nn.Module, str]]
 """Parameter -> the sharded model that holds it, and its first FQN there."""
+
+Optimizers = Collection[torch.optim.Optimizer]
+"""Those that the engine made, or got in `shard_optimizer`."""
 
 
 def owners_of(models: Iterable[nn.Module]) -> dict[Tensor, tuple[nn.Module, str]]:
     return {weight: (model, fqn) for model in models for fqn, weight in model.named_parameters()}
 
 
+def refuse_unknown(optimizer: torch.optim.Optimizer) -> NoReturn:
+    fix = "Write engine.shard_optimizer(optimizer) before its first step"
+    raise BackendError(f"zero_gradients: the engine doesn't know this {type(optimizer).__name__}.\n  {fix}.")
+
+
+def require_sums(summed: Container[Tensor], peers: object, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise BackendError for a replicated weight whose gradient isn't a sum over `peers` (None: there are none)."""
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    for weight in weights if peers is not None else ():
+        if weight.grad is not None and weight not in summed and not isinstance(weight, DTensor):
+            raise BackendError(
+                f"step: the gradient of a weight of shape {list(weight.shape)} isn't summed over the devices.\n"
+                "  Run each backward inside `with engine.accumulate(True):`."
+            )
+
+
+def warn_of_kept_gradients(optimizer: torch.optim.Optimizer, known: Optimizers, models: Iterable[nn.Module]) -> None:
+    """Warn at its second step of trained weights in none of `known` that still have the gradients of its first step."""
+    steps: list[dict[Tensor, weakref.ref[Tensor]]] = []
+
+    def note(*_: Any) -> None:
+        if len(steps) == 2:
+            return
+        stepped = {weight for each in known for group in each.param_groups for weight in group["params"]}
+        others = {p: owner for p, owner in owners_of(models).items() if p.requires_grad and p not in stepped}
+        steps.append({p: weakref.ref(p.grad) for p in others if p.grad is not None})
+        both = [others[p] for p, gradient in steps[0].items() if p in others and gradient() is p.grad is not None]
+        kept = [f"{type(model).__name__}.{fqn}" for model, fqn in both]
+        if len(steps) == 2 and kept:
+            text = "%s%s: gradients of these weights stay and grow, since no optimizer has them: freeze or add them"
+            log.warning(text, ", ".join(kept[:3]), ", ..." * (len(kept) > 3))
+
+    if not known:  # the engine's first optimizer watches for all
+        optimizer.register_step_post_hook(note)
+
+
 def zero_state(
-    optimizer: torch.optim.Optimizer, owners: Owners, zeros: Callable[[Tensor, Tensor, dict[str, Any]], Tensor]
+    optimizer: torch.optim.Optimizer,
+    known: Optimizers,
+    owners: Owners,
+    zeros: Callable[[Tensor, Tensor, dict[str, Any]], Tensor],
 ) -> Callable[[Iterable[Tensor]], None]:
     """Allocate the state of an optimizer that has none. `zeros(parameter, twin, group)` makes each tensor of it.
 
     State that doesn't begin as zeros (NAdam's, SGD's with dampening) is left to the first step; the function that is
     returned allocates that of some parameters, for a load. Raises BackendError for a parameter without owner, for an
-    optimizer that has stepped, and as `optimizer_state_twins`.
+    optimizer that is `known` or has stepped, and as `step_on_meta`.
     """
     name = type(optimizer).__name__
     if any(parameter not in owners for group in optimizer.param_groups for parameter in group["params"]):
@@ -40,10 +86,10 @@ def zero_state(
             f"shard_optimizer: {name} has a parameter of no model that this engine sharded.\n"
             "  Shard the models first, and make the optimizer of their parameters."
         )
-    if any(optimizer.state.values()):
+    if optimizer in known or any(optimizer.state.values()):
         raise BackendError(
-            f"shard_optimizer: {name} has state already.\n  Pass an optimizer once, before its first step. Those that "
-            "make their state when they are made (torch's Adagrad) aren't supported."
+            f"shard_optimizer: {name} was passed before, or has state.\n  Pass an optimizer once, before its first "
+            "step. Those that make their state when they are made (torch's Adagrad) aren't supported."
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise BackendError("shard_optimizer: LBFGS needs a closure, which runs forward many times. Use another one.")

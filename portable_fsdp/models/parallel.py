@@ -45,6 +45,9 @@ def tensor_plan(model: Any, config: Config) -> TensorPlan:
     `sharding.plan` comes before the model's own words. Raises ConfigError for a model without a plan, an unknown word,
     a pattern without a module, and for sizes that the devices don't divide.
     """
+    if not hasattr(model, "config"):
+        name = type(model).__name__
+        raise ConfigError(f"sharding.tensor: {name} isn't a model of transformers.\n  Set sharding.tensor=1.")
     size, own = config.sharding.tensor, config.sharding.plan
     layers = find_layers(model, Sharding())  # not those of wrap_classes, which may be parts of layers
     splits_rows = config.sharding.sequence_parallel

@@ -337,7 +337,7 @@ def routers_of(config: Config, built: BuiltModel, task: Task, policy: ShardPolic
 
 def shard_model(make: Callable[[], nn.Module], config: Config, backend: Backend) -> nn.Module:
     """Shard your own module, as `shard`, for optimizers of your own (`Backend.shard_optimizer`). *collective*"""
-    module, fill = _own_module(make, config)
+    module, fill = _own_module("shard_model", make, config)
     policy = shard_policy(config, module)
     _warn_of_draws(module, policy)
     require_memory(config, backend, memory_need(module, make_optimizer(config.optim), [], eager=True, tables={}))
@@ -351,18 +351,18 @@ def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tu
     weight where the piece is needed, seeded by run.seed and the weight's name. Raises ConfigError if the model or the
     devices don't support the config.
     """
-    module, fill = _own_module(make, config)
+    module, fill = _own_module("shard", make, config)
     return _laid_out(config, backend, module, shard_policy(config, module), fill, _ties(module))
 
 
-def _own_module(make: Callable[[], nn.Module], config: Config) -> tuple[nn.Module, Fill]:
+def _own_module(caller: str, make: Callable[[], nn.Module], config: Config) -> tuple[nn.Module, Fill]:
     from portable_fsdp.models.factory import open_factory
 
-    name, master = f"shard: {getattr(make, '__name__', 'make')}", DTYPES[config.precision.master]
+    name, master = f"{caller}: {getattr(make, '__name__', 'make')}", DTYPES[config.precision.master]
     if isinstance(make, nn.Module):
         raise ConfigError(
-            f"shard: expected a function that returns the module, found a {type(make).__name__}.\n  Pass the class, or "
-            f"a function that makes it: shard(lambda: {type(make).__name__}(...), config, engine)."
+            f"{caller}: expected a function that returns the module, found a {type(make).__name__}.\n  Pass the class, "
+            f"or a function that makes it: {caller}(lambda: {type(make).__name__}(...), config, engine)."
         )
     for axis in ("context", "expert"):
         if getattr(config.sharding, axis) > 1:

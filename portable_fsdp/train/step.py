@@ -106,13 +106,15 @@ class TrainStep:
             group["lr"] = rate
         return metrics
 
-    def _checked_rate(self, batches: object, lr: object, control: Sequence[float]) -> float:
+    def _checked_rate(self, batches: object, lr: object, control: object) -> float:
         """Return the learning rate, which a tensor may hold on the device: reading it waits. Raises ConfigError for
         arguments that aren't those of a step."""
         if not isinstance(lr, Real | Tensor):
             raise ConfigError("step: needs the learning rate, a number.\n  Write step(batches, config.optim.lr).")
         if (isinstance(lr, Tensor) and lr.numel() != 1) or not math.isfinite(value := float(cast(float, lr))):
             raise ConfigError(f"step: expected one finite learning rate, found {lr}.")
+        if not isinstance(control, Sequence):
+            raise ConfigError(f"step: expected a list of counts, found {control}.\n  Write step(..., lr, [{control}]).")
         each = cast(Sequence[object], batches) if isinstance(batches, list | tuple) else None
         if each is None or len(each) != self.accumulation:
             actual = f"a {type(batches).__name__}" if each is None else len(each)

@@ -363,6 +363,10 @@ def with_kept(model: Any, batch: Batch) -> Tensor:
     return cross_entropy(model, batch) + 0.1 * model.kept.square().mean(-1)
 
 
+def by_bucket(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["words"]).mean(1), batch["classes"], reduction="none")
+
+
 def halves(optimizer: torch.optim.Optimizer) -> Any:
     return lr_scheduler.LambdaLR(optimizer, [lambda k: 1.0, lambda k: 2.0 - k % 5 / 4])
 
@@ -377,6 +381,7 @@ PATTERNS: dict[str, Callable[[Kit], Loop]] = {
     "gradient penalty": penalty,
     "loaded half-way": lambda kit: simple(kit, two_groups, before=load),
     "frozen half-way": lambda kit: simple(kit, before=freeze),
+    "three shapes": lambda kit: simple(kit, loss_of=by_bucket),
     "kept activations": lambda kit: simple(kit, loss_of=with_kept),
     "rates that coincide": lambda kit: simple(kit, two_groups, schedule=halves),
     "warm-up of 0.1": lambda kit: simple(
@@ -387,22 +392,34 @@ PATTERNS: dict[str, Callable[[Kit], Loop]] = {
         kit, schedule=lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.1)
     ),
 }
-MORE_PROGRAMS = {"frozen half-way": 2}
-"""Changed sets of trained weights."""
+MORE_PROGRAMS = {"frozen half-way": 2, "three shapes": 1}
+"""Changed sets of trained weights; the third shape, which comes after step 2."""
 
 
-def rows_of(number: int) -> Batch:
+def rows_of(name: str, number: int) -> Batch:
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(ROWS, 8, generator=generator)
-    return {"x": x, "classes": (x[:, :3] + x[:, 3:6].sin()).argmax(1)}
+    rows = {"x": x, "classes": (x[:, :3] + x[:, 3:6].sin()).argmax(1)}
+    if name == "three shapes":
+        rows["words"] = torch.randn(ROWS, 3 + number % 3, 8, generator=generator)
+    return rows
 
 
 def plain_run(name: str) -> list[dict[str, float]]:
     loop, out = PATTERNS[name](Kit()), list[dict[str, float]]()
     for number in range(STEPS):
-        out.append({key: value.item() for key, value in loop.step(rows_of(number)).items()})
+        out.append({key: value.item() for key, value in loop.step(rows_of(name, number)).items()})
         loop.after(number, out[-1])
     return out
+
+
+def step_without_context() -> None:
+    config = pf.make_config()
+    with open_group(config) as engine:
+        model = pf.shard_model(Net, config, engine)
+        engine.shard_optimizer(optimizer := adamw(model))
+        model(rows_of("", 0)["x"]).sum().backward()
+        optimizer.step()
 
 
 def engine_run(name: str, settings: dict[str, Any]) -> tuple[list[dict[str, float]], int]:
@@ -415,17 +432,17 @@ def engine_run(name: str, settings: dict[str, Any]) -> tuple[list[dict[str, floa
             nonlocal early
             early = engine.compilations if number == 1 else early
 
-        losses = run_steps(engine, loop, range(STEPS), note)
+        losses = run_steps(engine, loop, name, range(STEPS), note)
         return losses, engine.compilations - early
 
 
 def run_steps(
-    engine: Any, loop: Loop, steps: Iterable[int], note: Callable[[int], None] = lambda _: None
+    engine: Any, loop: Loop, name: str, steps: Iterable[int], note: Callable[[int], None] = lambda _: None
 ) -> list[dict[str, float]]:
     step, out = engine.compile(loop.step, "own step"), list[dict[str, float]]()
     for number in steps:
         part = engine.data_shard
-        rows = {key: value.chunk(part.count)[part.index].clone() for key, value in rows_of(number).items()}
+        rows = {key: value.chunk(part.count)[part.index].clone() for key, value in rows_of(name, number).items()}
         out.append(numbers(engine.fetch(step(engine.place(rows)))))
         loop.after(number, out[-1])
         note(number)
@@ -445,7 +462,7 @@ def resumed_run(folder: str, again: str, first: int, last: int) -> list[dict[str
                 with pf.Checkpoints(again, engine, config={}, model_config=None) as others:
                     others.save(first, models, optimizers, (0, 0), objects=objects)
                     others.wait()
-            losses = run_steps(engine, loop, range(first, last))
+            losses = run_steps(engine, loop, "resumable", range(first, last))
             checkpoints.save(last, models, optimizers, (0, 0), objects=objects)
             checkpoints.wait()
         return losses

@@ -1,16 +1,26 @@
 """Custom training loops with several models and torch's optimizers, against the same loops in plain torch."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from own_loops import MORE_PROGRAMS, PATTERNS, ROWS, Net, engine_run, plain_run, resumed_run
+from own_loops import (
+    MORE_PROGRAMS,
+    PATTERNS,
+    ROWS,
+    Net,
+    engine_run,
+    plain_run,
+    resumed_run,
+    step_without_context,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LinearLR
-from workers import GetWorkers, Group, marked
+from workers import GetWorkers, Group, JobFailed, marked
 
 import portable_fsdp as pf
 from portable_fsdp.checkpoint.__main__ import main
@@ -53,6 +63,45 @@ def test_named_models_and_objects_travel_between_engines(workers: GetWorkers, tm
                 assert copy.manifest.named == saved.manifest.named
                 for key in saved.manifest.tensors:
                     assert torch.equal(copy.read_whole(key), saved.read_whole(key)), key
+
+
+RECOMPUTED = {"name": "gradient penalty", "settings": {"memory": {"gradient_checkpointing": "full"}}}
+
+
+@pytest.mark.parametrize(
+    ("group", "words", "job", "arguments"),
+    [
+        marked(Group("native", 2), "[] isn't summed over the devices.\n  Run each backward", step_without_context, {}),
+        marked(Group("xla", 4), "can't run through layers that backward recomputes.\n  Set", engine_run, RECOMPUTED),
+    ],
+)
+def test_a_mistake_ends_in_a_sentence(
+    group: Group, words: str, job: Callable[..., Any], arguments: dict[str, Any], workers: GetWorkers
+) -> None:
+    with pytest.raises(JobFailed) as failure:
+        workers(group).run(job, **arguments)
+    assert words in failure.value.message
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_gradients_that_no_optimizer_takes_are_named_once(clears: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A discriminator in the generator's step has some too: its own optimizer takes them."""
+    config = pf.make_config()
+    with pf.open_backend(config, device="cpu", backend="native") as engine:
+        first, second, third = (pf.shard_model(lambda: torch.nn.Linear(2, 2), config, engine) for _ in range(3))
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+        for optimizer in optimizers:
+            engine.shard_optimizer(optimizer)
+        for _ in range(4):
+            with engine.accumulate(True):
+                third(second(first(torch.ones(2, 2)))).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            engine.zero_gradients(optimizers[0], keep=False)
+            if clears:
+                third.zero_grad()
+    warned = [message for message in caplog.messages if "since no optimizer has them" in message]
+    assert [message.partition(":")[0] for message in warned] == ["Linear.weight, Linear.bias"] * (not clears)
 
 
 def test_the_examples_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

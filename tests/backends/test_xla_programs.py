@@ -218,6 +218,34 @@ def test_a_program_that_is_compiled_again_is_named_with_the_cause(how: str, work
     assert [cause[:40] if how == "branch" else cause for cause in causes] == [CAUSES[how]] * (how != "nothing")
 
 
+def programs_of_reads(case: Case) -> tuple[int, list[dict[str, Tensor]]]:
+    """Compilations of 5 further steps whose outputs are read, and the outputs."""
+    from torch_xla.debug.metrics import metric_data
+
+    backend, _ = open_case(case)
+    compiled, out = list[int](), list[dict[str, Tensor]]()
+
+    def step(rows: Tensor) -> dict[str, Tensor]:
+        return {"rows": rows, "logits": rows[:, None] * rows, "large": rows > 2}
+
+    with backend:
+        program = backend.compile(step, "read")
+        for number in range(6):
+            rows = backend.place({"rows": torch.arange(GLOBAL_BATCH) + number})["rows"]
+            out.append(backend.fetch(program(rows)).result())
+            compiled.append(cast(Any, metric_data)("CompileTime")[0])
+        return compiled[-1] - compiled[0], out
+
+
+def test_reading_what_a_program_returns_compiles_nothing(workers: GetWorkers) -> None:
+    [(compiled, out)] = workers(FOUR).run(programs_of_reads, case=Case())
+    assert compiled == 0
+    for number, tensors in enumerate(out):
+        rows = torch.arange(GLOBAL_BATCH) + number
+        for name, expected in (("rows", rows), ("logits", rows[:, None] * rows), ("large", rows > 2)):
+            torch.testing.assert_close(tensors[name], expected, rtol=0, atol=0)
+
+
 def recurrent(kind: str, options: dict[str, Any], data: Tensor, device: str = "cpu") -> dict[str, Tensor]:
     """Outputs and gradients of a recurrent layer, which was evaluated before."""
     torch.manual_seed(0)

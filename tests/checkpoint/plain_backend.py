@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from toy.engine import ToyBackend
 
-from portable_fsdp.backends.contract import Backend, Partition, Piece, Read, TensorState
+from portable_fsdp.backends.contract import Backend, OptimizerState, Partition, Piece, Read, TensorState
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.checkpoint.store import OwnPart, entries_without_pieces
 from portable_fsdp.config.schema import Checkpoint as Settings
@@ -60,7 +60,7 @@ class PlainBackend(ToyBackend):
         self.meeting.barrier.wait()
         return gathered
 
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
+    def state(self, model: nn.Module, optimizer: OptimizerState) -> dict[str, TensorState]:
         state = {
             key: TensorState(tuple(tensor.shape), tensor.dtype, partial(self._pieces, tensor))
             for key, tensor in named_tensors(model, optimizer).items()
@@ -76,7 +76,7 @@ class PlainBackend(ToyBackend):
             if device in mine
         ]
 
-    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
+    def load_state(self, model: nn.Module, optimizer: OptimizerState, read: Read) -> None:
         with torch.no_grad():
             for key, tensor in named_tensors(model, optimizer).items():
                 for slices in rows(tensor, self.devices):
@@ -90,7 +90,7 @@ def rows(tensor: Tensor, count: int) -> list[tuple[slice, ...]]:
     return [(rows_of_shard(len(tensor), i, count), *full_region(tensor.shape)[1:]) for i in range(count)]
 
 
-def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module, optimizer: OptimizerState) -> dict[str, Tensor]:
     """The live tensors under the keys of `Backend.state`."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {name: parameter.detach() for parameter, name in names.items()}
@@ -136,7 +136,7 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tens
     return raw.view(dtype).reshape(shape)
 
 
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
+def snapshot(model: nn.Module, optimizer: OptimizerState) -> dict[str, bytes]:
     """The bits of every tensor."""
     return {key: bits(tensor) for key, tensor in named_tensors(model, optimizer).items()}
 

@@ -158,7 +158,7 @@ def test_unshard_starts_to_gather_a_unit() -> None:
     config = pf.make_config(memory={"cpu_offload": True})  # else one device has no shards, and nothing to gather
     with pf.open_backend(config, device="cpu", backend="native") as engine:
         model, _ = pf.shard(Module, config, engine)
-        with pytest.raises(BackendError, match=r"can't be copied \(copy\.deepcopy, .*\n  Copy it before shard"):
+        with pytest.raises(BackendError, match=r"can't be copied \(copy\.deepcopy, .*\n  Shard another"):
             copy.deepcopy(nn.Sequential(model))
         group = cast(Any, model)._get_fsdp_state()._fsdp_param_group  # FSDP2 has no public word for it
         assert group._all_gather_result is None
@@ -192,7 +192,8 @@ with pf.open_backend(config, device="cpu", backend=sys.argv[1]) as engine:
     model, optimizer = pf.shard(Module, config, engine)
     task = lambda model, batch: (model.linear(batch["x"]).sum(), len(batch["x"]))
     step = pf.train_step(engine, model, optimizer, accumulation=1, max_grad_norm=None, task=task)
-    placed = engine.place({"x": x})
+    placed, sgd = engine.place({"x": x}), torch.optim.SGD(model.parameters(), lr=0.1)
+    own = engine.compile(lambda batch: {"loss": model(batch["x"]).sum()}, "own step")
     for mistake in (
         lambda: step([placed]),
         lambda: step([placed], "1e-3"),
@@ -202,9 +203,15 @@ with pf.open_backend(config, device="cpu", backend=sys.argv[1]) as engine:
         lambda: engine.place((x, x)),
         lambda: engine.place({"x": x, "n": [1, 2]}),
         lambda: step([placed], 1e-3),
+        lambda: step([placed], 1e-3, 4),
+        lambda: engine.zero_gradients(torch.optim.AdamW(model.parameters()), keep=False),
+        lambda: [engine.shard_optimizer(sgd) for _ in range(2)],
+        lambda: pf.shard_model(Module(), config, engine),
+        lambda: pf.shard_model(Module, pf.make_config(sharding={"tensor": 2}), engine),
         lambda: pf.shard(Reads, config, engine),
         lambda: pf.make_config(optim={"learning_rate": 1e-3}),
         *([lambda: step([{"x": x}], 1e-3), lambda: copy.deepcopy(model)] if sys.argv[1] == "xla" else []),
+        *([lambda: own({"x": x})] if sys.argv[1] == "xla" else []),
     ):
         try:
             print(mistake())

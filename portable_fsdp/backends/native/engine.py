@@ -118,6 +118,7 @@ class NativeBackend(contract.Backend):
         self._first_step_is_over = False
         self._compute_time: ComputeTime | None = None
         self._models: dict[nn.Module, _Sharded] = {}
+        self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()
         self._reshards_later = False  # in `accumulate` and `evaluate`, which reshard all models when they end
         self._sums: dict[tuple[int, ...], GradientSums] = {}  # by the ids of the models
         # Weights whose gradients are sums, over which axes.
@@ -296,10 +297,11 @@ class NativeBackend(contract.Backend):
 
         optimizer = zero_optimizer(make, kinds, parameters, zeros, compiled=False)
         optimizer.register_step_post_hook(self._note_step)
+        self._optimizers.add(optimizer)
         return optimizer
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        from portable_fsdp.backends.own_objects import owners_of, step_kinds_apart, zero_state
+        from portable_fsdp.backends import own_objects as own
 
         if self.loss_scaler is not None:
             raise BackendError("shard_optimizer: precision.compute=float16 scales losses.\n  Set bfloat16.")
@@ -312,10 +314,13 @@ class NativeBackend(contract.Backend):
         if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam) and not chose and self.device.type != "tpu":
             for group in optimizer.param_groups:  # else each operation on each DTensor is dispatched in Python
                 group["fused"] = True
-        allocate = zero_state(optimizer, owners := owners_of(self._models), zeros)
+        allocate = own.zero_state(optimizer, self._optimizers, owners := own.owners_of(self._models), zeros)
         self.own_optimizers = {**self.own_optimizers, optimizer: allocate}
-        step_kinds_apart(optimizer)
+        own.step_kinds_apart(optimizer)
+        optimizer.register_step_pre_hook(partial(own.require_sums, self._summed, self._group(LOSS_AXES)))
         optimizer.register_step_post_hook(self._note_step)
+        own.warn_of_kept_gradients(optimizer, self._optimizers, self._models)
+        self._optimizers.add(optimizer)
 
     def _note_step(self, *_: Any) -> None:
         self._first_step_is_over = True
@@ -452,6 +457,10 @@ class NativeBackend(contract.Backend):
             reshard_all(self._models[model].units)
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> None:
+        if optimizer not in self._optimizers:
+            from portable_fsdp.backends.own_objects import refuse_unknown
+
+            refuse_unknown(optimizer)
         if not keep and not self._keeps_gradients:
             optimizer.zero_grad(set_to_none=True)
             return
@@ -468,7 +477,10 @@ class NativeBackend(contract.Backend):
         if isinstance(model, nn.Module):
             weights = cuts = self._cuts_of(model)
         else:
-            weights, cuts = model, {weight: axes for each in self._models for weight, axes in self._cuts_of(each).items()}
+            weights, cuts = (
+                model,
+                {weight: axes for each in self._models for weight, axes in self._cuts_of(each).items()},
+            )
         for weight in weights:
             if weight.grad is not None:
                 if weight not in cuts:

@@ -160,6 +160,11 @@ def run_program(run: Callable[[], T], what: str, name: str) -> T:
                 f"{what}: a backward ran in this process before its first engine on XLA opened.\n"
                 "  Start a new process, and open the engine before any backward."
             ) from error
+        if "Checkpointing is not compatible with .grad()" in str(error):  # torch's reentrant one
+            raise BackendError(
+                f"{what}: torch.autograd.grad can't run through layers that backward recomputes.\n"
+                "  Set memory.gradient_checkpointing=none, or train this model with --backend=native."
+            ) from error
         if (problem := _problem(run, error, runs)) is None:
             raise
         raise BackendError(

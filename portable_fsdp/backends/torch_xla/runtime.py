@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import linear
+from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.attach import replace_step
 from portable_fsdp.backends.contract import (
@@ -33,6 +34,7 @@ from portable_fsdp.backends.contract import (
     process_memory,
 )
 from portable_fsdp.backends.nested import flatten, tensors_in, tensors_of_modules
+from portable_fsdp.backends.own_objects import refuse_unknown
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.backends.state import tensors_of, zero_optimizer
 from portable_fsdp.backends.torch_xla.options import libtpu_arguments
@@ -142,10 +144,18 @@ class PjrtBackend(Backend):
         compiled = self._programs.compile(program, name, self._shapes)
 
         def run(*args: Any) -> Metrics:
+            tensors = (value for value in tree_leaves(args) if isinstance(value, Tensor))
+            if any(tensor.dim() and tensor.device.type != "xla" for tensor in tensors):
+                raise BackendError(f"program {name!r}: a batch isn't on the device.\n  Pass engine.place(batch).")
             with self._placed_rates():
                 return compiled(*args)
 
         return run
+
+    def zero_gradients(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> None:
+        if optimizer not in self._optimizers:
+            refuse_unknown(optimizer)
+        super().zero_gradients(optimizer, keep=keep)
 
     @contextmanager
     def _placed_rates(self) -> Generator[None]:

@@ -158,11 +158,11 @@ class ToyBackend(contract.Backend):
         groups = [(ranks, dist.new_group(ranks)) for ranks in groups_over(self.axes, axes)] if axes else []
         return next((cast(dist.ProcessGroup, group) for ranks, group in groups if self.process.index in ranks), None)
 
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
+    def state(self, model: nn.Module, optimizer: contract.OptimizerState) -> dict[str, contract.TensorState]:
         held = checkpoint_tensors(model, optimizer, self._layouts)
         return {key: self._state(self._shape(key, tensor), tensor, spec) for key, (tensor, spec, _) in held.items()}
 
-    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: contract.Read) -> None:
+    def load_state(self, model: nn.Module, optimizer: contract.OptimizerState, read: contract.Read) -> None:
         for key, (tensor, spec, _) in checkpoint_tensors(model, optimizer, self._layouts).items():
             read(key, region(self._shape(key, tensor), spec, self.axes, self._place), tensor.detach())
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from portable_fsdp.attach import refuse_copies, set_expert_groups
 from portable_fsdp.backends import contract
@@ -241,7 +242,7 @@ class XlaBackend(PjrtBackend):
         return optimizer
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        from portable_fsdp.backends.own_objects import owners_of, zero_state
+        from portable_fsdp.backends.own_objects import owners_of, warn_of_kept_gradients, zero_state
 
         def zeros(parameter: Tensor, twin: Tensor, _: dict[str, Any]) -> Tensor:
             model, fqn = owners[parameter]
@@ -249,9 +250,10 @@ class XlaBackend(PjrtBackend):
                 return torch.zeros(twin.shape, dtype=twin.dtype)
             return self._zeros(twin, state_spec(self._layouts[model][fqn], parameter.shape, twin.shape))
 
-        allocate = zero_state(optimizer, owners := owners_of(self._layouts), zeros)
+        allocate = zero_state(optimizer, self._optimizers, owners := owners_of(self._layouts), zeros)
         self.own_optimizers = {**self.own_optimizers, optimizer: allocate}
         self._step_by_ours(optimizer)
+        warn_of_kept_gradients(optimizer, self._optimizers, self._layouts)
         self._optimizers[optimizer] = None
         self._programs.watch(self._steps_by_ours.get(optimizer, optimizer), {})
         self._tensors.wait()
@@ -263,6 +265,11 @@ class XlaBackend(PjrtBackend):
         return self._make(twin.shape, twin.dtype, spec, zeros_of)
 
     # --------------------------------------------------------------------------------------------------- the step
+
+    def compile(self, fn: Callable[..., contract.Metrics], name: str) -> Callable[..., contract.Metrics]:
+        """Each device gets whole outputs: torch_xla compiles a program each time that a sharded tensor is read."""
+        gather = Layouts(self.mesh, self.axes).replicated
+        return super().compile(lambda *args: tree_map_only(Tensor, gather, fn(*args)), name)
 
     def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
         batch = contract.as_batch(batch)

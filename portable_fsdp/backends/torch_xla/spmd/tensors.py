@@ -168,6 +168,11 @@ class Layouts:
     def shard(self, tensor: Tensor, spec: Spec) -> None:
         self._spmd.mark_sharding(tensor, self.mesh, self._partition(tensor, spec))
 
+    def replicated(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, whole on each device. A tensor on the host stays, and one of 0 dimensions is whole."""
+        on_device = tensor.dim() > 0 and tensor.device.type == "xla"
+        return laid_out(tensor, partial(self.shard, spec=())) if on_device else tensor
+
     def gathered(self, weight: Tensor, spec: Spec) -> Tensor:
         """Return the weight gathered over the axes of FSDP; its gradient is sharded by `spec`."""
         return cast(Tensor, _LaidOut.apply(weight, partial(self.shard, spec=spec), self._gather(spec)))
@@ -199,7 +204,7 @@ def _split(tensor: Tensor, rest: Sequence[tuple[str, ...]]) -> Spec:
 
 def laid_out(tensor: Tensor, mark: Callable[[Tensor], None]) -> Tensor:
     """Return a new tensor with the same values, annotated by `mark`."""
-    tensor = tensor * 1
+    tensor = tensor | False if tensor.dtype is torch.bool else tensor * 1  # a clone would keep the old annotation
     mark(tensor)
     return tensor
 
