@@ -24,9 +24,6 @@ log = logging.getLogger("portable_fsdp")
 Owners = Mapping[Tensor, tuple[nn.Module, str]]
 """Parameter -> the sharded model that holds it, and its first FQN there."""
 
-Optimizers = Collection[torch.optim.Optimizer]
-"""Those that the engine made, or got in `shard_optimizer`."""
-
 
 def owners_of(models: Iterable[nn.Module]) -> dict[Tensor, tuple[nn.Module, str]]:
     return {weight: (model, fqn) for model in models for fqn, weight in model.named_parameters()}
@@ -48,7 +45,9 @@ def require_sums(summed: Container[Tensor], peers: object, optimizer: torch.opti
             )
 
 
-def warn_of_kept_gradients(optimizer: torch.optim.Optimizer, known: Optimizers, models: Iterable[nn.Module]) -> None:
+def warn_of_kept_gradients(
+    optimizer: torch.optim.Optimizer, known: Collection[torch.optim.Optimizer], models: Iterable[nn.Module]
+) -> None:
     """Warn at its second step of trained weights in none of `known` that still have the gradients of its first step."""
     steps: list[dict[Tensor, weakref.ref[Tensor]]] = []
 
@@ -70,7 +69,7 @@ def warn_of_kept_gradients(optimizer: torch.optim.Optimizer, known: Optimizers, 
 
 def zero_state(
     optimizer: torch.optim.Optimizer,
-    known: Optimizers,
+    known: Collection[torch.optim.Optimizer],
     owners: Owners,
     zeros: Callable[[Tensor, Tensor, dict[str, Any]], Tensor],
 ) -> Callable[[Iterable[Tensor]], None]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.contract import Backend, OptimizerState, Read, TensorState
+from portable_fsdp.backends.contract import Backend, Read, TensorState
 from portable_fsdp.checkpoint import commit, manifests, resume
 from portable_fsdp.checkpoint.commit import Index, way_out
 from portable_fsdp.checkpoint.manifests import Saved
@@ -133,7 +133,8 @@ class Checkpoints(Closing):
         def take() -> tuple[manifests.Manifest, OwnPart]:
             named = self._named(model, optimizer, objects)
             saved, tensors = named.objects() if named else (None, {})
-            state, digests = self._state(named, model, optimizer) | tensors, Digests()
+            state = named.state() if named else self._backend.state(cast(Any, model), cast(Any, optimizer))
+            state, digests = state | tensors, Digests()
             manifest = self._manifest(step, position, evaluation, state, saved)
             # One tensor after another: on XLA its pieces are copies on the host.
             mine = ((key, digests.take(key, state[key].pieces())) for key in manifest.tensors)
@@ -156,11 +157,6 @@ class Checkpoints(Closing):
         from portable_fsdp.checkpoint.named import NamedState
 
         return NamedState(self._backend, model, optimizer, objects or {})
-
-    def _state(self, named: "NamedState | None", model: "Models", optimizer: "Optimizers") -> dict[str, TensorState]:
-        if named:
-            return named.state()
-        return self._backend.state(cast(nn.Module, model), cast(OptimizerState, optimizer))
 
     def wait(self) -> None:
         """Wait for the commit of a background save; raises its error on all processes."""
@@ -348,11 +344,7 @@ class Checkpoints(Closing):
         on_process_0(self._backend, write, partial(self._as_error, path, None))
 
     def load(
-        self,
-        source: ResumePoint,
-        model: "Models",
-        optimizer: "Optimizers",
-        objects: Mapping[str, Any] | None = None,
+        self, source: ResumePoint, model: "Models", optimizer: "Optimizers", objects: Mapping[str, Any] | None = None
     ) -> Resumed:
         """Check that the checkpoint fits, and overwrite models, optimizers and objects with it, as `save` got them.
 
@@ -379,7 +371,7 @@ class Checkpoints(Closing):
 
                 named = named or NamedState(self._backend, model, optimizer, {})  # to refuse names that this run lacks
                 named.prepare(reader, weights_only=weights_only)
-            expected = self._state(named, model, optimizer)
+            expected = named.state() if named else self._backend.state(cast(Any, model), cast(Any, optimizer))
             drops_nothing = not weights_only and resume.continues_without_dropout(manifest, self._config)
             if drops_nothing:  # the next saves say so
                 self._config = {**self._config, "model": {**self._config["model"], "dropout": 0.0}}
@@ -394,7 +386,7 @@ class Checkpoints(Closing):
             if named:
                 named.load(reader, read, weights_only=weights_only)
             else:
-                self._backend.load_state(cast(nn.Module, model), cast(OptimizerState, optimizer), read)
+                self._backend.load_state(cast(Any, model), cast(Any, optimizer), read)
             if (scaler := self._backend.loss_scaler) and (saved := manifest.loss_scale) and not weights_only:
                 allowed = {change.name: change.now for change in changes}.get("precision.loss_scale")
                 started = {} if allowed is None else {"scale": allowed, "finite_steps": 0}

@@ -21,7 +21,7 @@ from portable_fsdp.runtime.errors import TrainingError
 if TYPE_CHECKING:  # torch isn't needed to read a run's files
     from portable_fsdp.backends.contract import Backend, Traffic
     from portable_fsdp.checkpoint.manager import Resumed
-    from portable_fsdp.observe.profiles import ProfileSummary
+    from portable_fsdp.observe.profile_summary import ProfileSummary
 
 log = logging.getLogger("portable_fsdp")
 

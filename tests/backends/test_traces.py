@@ -18,7 +18,7 @@ from workers import GetWorkers, Group, Run
 from portable_fsdp.backends.native.profile import operations
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
-from portable_fsdp.observe.profiles import summarize
+from portable_fsdp.observe.profile_summary import summarize
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.train.loop import train
 

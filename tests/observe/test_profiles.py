@@ -14,7 +14,7 @@ from portable_fsdp.backends.contract import Operation
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.observe.callbacks import Callback, StepEnd
-from portable_fsdp.observe.profiles import summarize, summary_text
+from portable_fsdp.observe.profile_summary import summarize, summary_text
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.report.read import markdown, read_run
 from portable_fsdp.runtime.errors import ConfigError

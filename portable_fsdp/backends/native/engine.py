@@ -474,14 +474,9 @@ class NativeBackend(contract.Backend):
     def clip_grad_norm(self, model: nn.Module | Iterable[Tensor], limit: float | None) -> Tensor:
         # On local shards, in float32, and reduced on the device: with cpu_offload gradients are on the host.
         cut_by: dict[tuple[str, ...], list[Tensor]] = {}
-        if isinstance(model, nn.Module):
-            weights = cuts = self._cuts_of(model)
-        else:
-            weights, cuts = (
-                model,
-                {weight: axes for each in self._models for weight, axes in self._cuts_of(each).items()},
-            )
-        for weight in weights:
+        parts = [model] if isinstance(model, nn.Module) else self._models
+        cuts = {weight: axes for part in parts for weight, axes in self._cuts_of(part).items()}
+        for weight in cuts if isinstance(model, nn.Module) else model:
             if weight.grad is not None:
                 if weight not in cuts:
                     raise BackendError("clip_grad_norm: a parameter is of no model that this engine sharded.")
