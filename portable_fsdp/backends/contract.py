@@ -292,7 +292,10 @@ class Backend(Closing):
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> None:
         """Drop the gradients; with `keep`, or if the engine keeps them, zero them in place: their memory stays."""
-        optimizer.zero_grad(set_to_none=not keep)
+        if keep:
+            optimizer.zero_grad(set_to_none=False)
+        for weight in () if keep else (weight for group in optimizer.param_groups for weight in group["params"]):
+            weight.grad = None  # torch's zero_grad takes ten times as long
 
     def scale_gradients(self, model: nn.Module, factor: Tensor) -> None:
         """Multiply all gradients by `factor`, a 0-dim device tensor, the same on all processes."""

@@ -462,7 +462,7 @@ class NativeBackend(contract.Backend):
 
             refuse_unknown(optimizer)
         if not keep and not self._keeps_gradients:
-            optimizer.zero_grad(set_to_none=True)
+            super().zero_gradients(optimizer, keep=False)
             return
         weights = (weight for group in optimizer.param_groups for weight in group["params"])
         if gradients := [local_part(weight.grad) for weight in weights if weight.grad is not None]:

@@ -112,6 +112,7 @@ class XlaBackend(PjrtBackend):
         self._make = self._tensors.make
         self._layouts: dict[nn.Module, Mapping[str, Spec]] = {}
         self._copies: list[Copies] = []  # of each model
+        self._row_parts: dict[Tensor, int] = {}  # weight -> equal parts of its dimension 0, if no other is cut
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
         if self._owns_group:
             from portable_fsdp.backends.peers import join
@@ -162,6 +163,10 @@ class XlaBackend(PjrtBackend):
                     module._buffers[leaf] = self._make(buffer.shape, buffer.dtype, whole, buffer.__getitem__)
         saved = {fqn: spec for fqn, spec in policy.layouts.items() if fqn not in policy.tables}
         self._layouts[model] = saved
+        for fqn, weight in model.named_parameters():
+            spec = policy.layouts[fqn]
+            parts = math.prod(self.axes.get(axis, 1) for axis in spec[0]) if spec and not any(spec[1:]) else 1
+            self._row_parts[weight] = parts if parts > 1 and len(weight) % parts == 0 else 1
         return model
 
     def _wrap_forwards(self, model: nn.Module, policy: contract.ShardPolicy) -> None:
@@ -298,12 +303,20 @@ class XlaBackend(PjrtBackend):
             return torch.zeros((), device=self.device)
         # In float32: bfloat16 gradients (precision.master) would give a norm of three digits. Squares, and one root:
         # each vector_norm would become absolute values, powers and a root, which cost compile time.
-        norm = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum().sqrt()
+        sums: dict[int, list[Tensor]] = {}  # by the number of parts: else XLA may sum each weight over the devices
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            square, parts = gradient.float().square(), self._row_parts.get(parameter, 1)
+            by_part = square.unflatten(0, (parts, -1)).flatten(1).sum(dim=1) if parts > 1 else square.sum()
+            sums.setdefault(parts, []).append(by_part)
+        norm = torch.stack([torch.stack(each).sum() for each in sums.values()]).sum().sqrt()
         if limit is not None:
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
             with torch.no_grad():
-                for gradient in gradients:
-                    gradient.copy_(gradient * factor)  # a product in place takes ten times as long to trace
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    if self._accumulation > 1:  # inputs of the next program
+                        gradient.copy_(gradient * factor)  # a product in place takes ten times as long to trace
+                    else:
+                        parameter.grad = gradient * factor
         return norm
 
     def sum(self, tensor: Tensor, axes: Sequence[str] = LOSS_AXES) -> Tensor:

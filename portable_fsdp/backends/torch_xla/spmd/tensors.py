@@ -57,6 +57,7 @@ class DeviceTensors(Programs):
         self._bridge: Any = cast(Any, torch_xla)._XLAC
         self._spmd: Any = spmd
         self._mesh, self._axes, self._processes = mesh, axes, processes
+        self._specs: dict[tuple[Any, bool], Any] = {}
         # Global numbers, in the order of shards: those of a host need not be consecutive.
         self._local_devices = [int(name.split(":")[1]) for name in self._bridge._xla_get_runtime_devices()]
 
@@ -95,9 +96,10 @@ class DeviceTensors(Programs):
                 return tensor[(slice(start, start + rows), *where[1:])]
 
             return self.make((rows * math.prod(cuts), *tensor.shape[1:]), tensor.dtype, spec, fetch)
-        minibatch = self._processes > 1 and not is_whole
-        sharding = self._spmd.ShardingSpec(self._mesh, _partition(spec, self._axes), minibatch=minibatch)
-        (placed,) = self._bridge._xla_tensors_from_aten([tensor], ["xla:0"], [sharding.xla_spec(tensor)])
+        key = _partition(spec, self._axes), self._processes > 1 and not is_whole
+        if key not in self._specs:  # making one takes as long as placing a number
+            self._specs[key] = self._spmd.ShardingSpec(self._mesh, key[0], minibatch=key[1])
+        (placed,) = self._bridge._xla_tensors_from_aten([tensor], ["xla:0"], [self._specs[key].xla_spec(tensor)])
         return placed
 
 
@@ -119,10 +121,12 @@ class Layouts:
     dimensions after it aren't split."""
 
     def __init__(self, mesh: Any, axes: Mapping[str, int]) -> None:
+        import torch_xla
         import torch_xla.distributed.spmd as spmd
 
         self.mesh, self.axes = mesh, axes
         self._spmd: Any = spmd
+        self._bridge: Any = cast(Any, torch_xla)._XLAC
 
     def split_rows(self, tensor: Tensor, *rest: tuple[str, ...]) -> None:
         """Split dimension 0 by rows; `rest`: the axes that split the dimensions after it."""
@@ -166,7 +170,8 @@ class Layouts:
         return (first, *out[1:]) if isinstance(out, tuple) else first
 
     def shard(self, tensor: Tensor, spec: Spec) -> None:
-        self._spmd.mark_sharding(tensor, self.mesh, self._partition(tensor, spec))
+        # Not `mark_sharding`, which makes an XLAShardedTensor of each: that takes four times as long.
+        self._bridge._xla_mark_sharding(tensor, self.mesh.get_op_sharding(self._partition(tensor, spec)))
 
     def replicated(self, tensor: Tensor) -> Tensor:
         """Return the tensor, whole on each device. A tensor on the host stays, and one of 0 dimensions is whole."""
