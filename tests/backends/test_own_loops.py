@@ -63,6 +63,9 @@ def test_named_models_and_objects_travel_between_engines(workers: GetWorkers, tm
                 assert copy.manifest.named == saved.manifest.named
                 for key in saved.manifest.tensors:
                     assert torch.equal(copy.read_whole(key), saved.read_whole(key)), key
+    target = tmp_path / "average.safetensors"
+    assert main(["export", str(folder), str(target), "--format=safetensors", "--model=average.module"]) == 0
+    Net(8, 4).load_state_dict(load_file(target))
 
 
 RECOMPUTED = {"name": "gradient penalty", "settings": {"memory": {"gradient_checkpointing": "full"}}}
