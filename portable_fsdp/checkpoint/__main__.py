@@ -229,7 +229,7 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
         return None
     name = options.tokenizer or data.get("tokenizer") or "none"
     if not options.tokenizer and name == "none":
-        log.warning("exporting without a tokenizer: the imported checkpoint names none. Use --tokenizer PATH.")
+        log.warning("exporting without a tokenizer: the checkpoint names none. Use --tokenizer PATH.")
     if name == "none":
         return None
     try:

@@ -60,10 +60,10 @@ class NamedState:
             for name, model in self._models.items()
             for fqn, weight in model.named_parameters()
         }
-        self._owner: dict[Tensor, str] = {}  # the optimizer of each weight
+        owners: dict[Tensor, str] = {}  # the optimizer of each weight
         for name, optimizer in self._optimizers.items():
             for weight in _weights(optimizer):
-                if (other := self._owner.setdefault(weight, name)) != name or weight not in self._keys:
+                if (other := owners.setdefault(weight, name)) != name or weight not in self._keys:
                     what = f"is in {other} too" if other != name else "is of no model that is saved"
                     raise CheckpointError(
                         f"checkpoint: optimizer {name}: its weight {self._keys.get(weight, 'of another model')} {what}."
@@ -121,12 +121,13 @@ class NamedState:
         return own | {name: value.state_dict() for name, value in self._objects.items()}
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        groups, key_of = optimizer.param_groups, self._keys
-        values = {w: {k: v for k, v in s.items() if not isinstance(v, Tensor)} for w, s in optimizer.state.items()}
+        groups, key_of, state = optimizer.param_groups, self._keys, cast(dict[Any, Any], optimizer.state)
+        values = {w: {k: v for k, v in s.items() if not isinstance(v, Tensor)} for w, s in state.items() if w in key_of}
         return {
             "groups": [{key: value for key, value in group.items() if key not in _NOT_SAVED} for group in groups],
             "weights": [[key_of[weight] for weight in group["params"]] for group in groups],
-            "values": {key_of[weight]: state for weight, state in values.items() if state},
+            "values": {key_of[weight]: each for weight, each in values.items() if each},
+            "of_all": {name: value for name, value in state.items() if isinstance(name, str)},
         }
 
     def prepare(self, reader: "Reader", *, weights_only: bool) -> None:
@@ -181,6 +182,7 @@ class NamedState:
             for weight in _weights(optimizer):
                 if values := states[name]["values"].get(self._keys[weight]):
                     optimizer.state[weight] |= values
+            cast(dict[Any, Any], optimizer.state).update(states[name]["of_all"])
         for name, value in self._objects.items():
             value.load_state_dict(states[name])
 
