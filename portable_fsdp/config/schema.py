@@ -186,7 +186,7 @@ class Train(Section):
     global_batch: int = Field(default=8, ge=1)
     """sequences per step, over all devices and micro batches"""
     micro_batch: Annotated[int, Ge(1)] | Literal["auto"] = 1
-    """sequences per device in one forward and backward pass; auto: the fastest that the plan fits into memory"""
+    """most sequences per device in one forward and backward pass; auto: the fastest that the plan fits into memory"""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """clip the global gradient norm to this value; null: no clipping"""
     log_every: int = Field(default=10, ge=1)
