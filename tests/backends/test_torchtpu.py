@@ -26,8 +26,12 @@ FAMILIES = {model: Case(model) for model in ("llama", "qwen3", "gpt2", "gemma2")
 BY_TWO = {
     **FAMILIES,
     "kept gathered, in micro batches": Case(strategy="SHARD_GRAD_OP", micro_batch=2),
+    "tensor": Case(settings={"sharding.tensor": 2}),
+    "context": Case(settings={"sharding.context": 2}),
+    "experts": Case("mixtral", settings={"sharding.expert": 2}),
+    "dropout": Case("gpt2", settings={"model.dropout": 0.1}),
 }
-PROOFS_BY_TWO = ("qwen3", "gpt2")
+PROOFS_BY_TWO = ("qwen3", "gpt2", "context", "dropout")
 ALONE = {
     **FAMILIES,
     "recomputed": Case(checkpointing="full"),
@@ -55,7 +59,8 @@ def curve(answers: list[dict[str, Any]], of: str = "loss") -> list[float]:
 def test_the_curve_is_that_of_cpu(devices: int, name: str, run: Run) -> None:
     case = (ALONE if devices == 1 else BY_TWO)[name]
     # An eager layer's sums are those of a compiled one, and CPU has no compiler here.
-    plain = replace(case, settings={}) if name == "compiled" else case
+    alone = {key: value for key, value in case.settings.items() if not key.startswith("sharding.")}
+    plain = replace(case, settings={} if name == "compiled" else alone)
     on_tpu, on_cpu = run(Group("torchtpu", devices), case), run(Group("native", 1), plain)
     assert len(curve(on_cpu)) == case.steps
     assert curve(on_tpu) == pytest.approx(curve(on_cpu), rel=BOUND)

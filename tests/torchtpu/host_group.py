@@ -88,6 +88,10 @@ class HostGroup(c10d.ProcessGroup):
         part = whole.chunk(self.size())[self.rank()].view(output.shape)
         return self._run([(output, part)], lambda: work)
 
+    def all_to_all_single(self, output: Tensor, given: Tensor, *sizes: Any) -> Done:
+        copy = torch.empty(output.shape, dtype=output.dtype)
+        return self._run([(output, copy)], lambda: self._gloo.alltoall_base(copy, given.cpu().contiguous(), *sizes[:2]))
+
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
 
     def barrier(self, opts: Any = None) -> Any:

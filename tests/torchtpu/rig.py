@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import cpu_plugin
 
@@ -98,7 +98,12 @@ def _open_client() -> None:
     def cumsum(values: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.cumsum(values.cpu(), dim, dtype=dtype).to(values.device)
 
+    def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+        offsets = None if offs is None else offs.cpu()
+        return cast(Any, torch)._grouped_mm(a.cpu(), b.cpu(), offs=offsets, out_dtype=out_dtype).to(a.device)
+
     host.impl("cumsum", cumsum, "PrivateUse1")
+    host.impl("_grouped_mm", grouped_mm, "PrivateUse1")
     math = sdpa_kernel(SDPBackend.MATH)
     math.__enter__()
     _kept.extend([host, math])
