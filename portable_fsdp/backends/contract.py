@@ -7,12 +7,11 @@ contract (C1 to C7) against every backend.
 
 import resource
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -88,6 +87,10 @@ class TensorState:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: Callable[[], list[Piece]] = list
+
+
+Allocate = Callable[[torch.optim.Optimizer, Iterable[Tensor]], None]
+"""Allocate an optimizer's state for some of its parameters."""
 
 
 class OptimizerState(Protocol):
@@ -199,8 +202,8 @@ class Backend(Closing):
     runs_blocks: bool = False  # it computes attention over blocks (flex) in compiled layers
     _peers: "Peers | None" = None  # watches the other processes, if the engine forms their group
     loss_scaler: "LossScaler | None" = None  # in float16: `clip_grad_norm` divides gradients by its scale
-    own_optimizers: Mapping[torch.optim.Optimizer, Callable[[Iterable[Tensor]], None]] = MappingProxyType({})
-    """Those of `shard_optimizer`, each with a function that allocates the state of these parameters, for a load"""
+    optimizers: MutableMapping[torch.optim.Optimizer, "Allocate | None"]
+    """Those that it made (None) or got in `shard_optimizer`, whose state a load allocates where there is none yet"""
 
     @abstractmethod
     def close(self) -> None:
@@ -294,8 +297,10 @@ class Backend(Closing):
         """Drop the gradients; with `keep`, or if the engine keeps them, zero them in place: their memory stays."""
         if keep:
             optimizer.zero_grad(set_to_none=False)
-        for weight in () if keep else (weight for group in optimizer.param_groups for weight in group["params"]):
-            weight.grad = None  # torch's zero_grad takes ten times as long
+            return
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                weight.grad = None  # without `zero_grad`, which takes ten times as long
 
     def scale_gradients(self, model: nn.Module, factor: Tensor) -> None:
         """Multiply all gradients by `factor`, a 0-dim device tensor, the same on all processes."""
@@ -355,7 +360,7 @@ class Backend(Closing):
         """Overwrite every tensor of `state`, reading this process's slices through `read`. No collective."""
 
     def tensor_state(self, tensor: Tensor) -> TensorState:
-        """Describe a tensor outside models and optimizers, for a save: a part of it on each device, or equal copies."""
+        """Describe a tensor outside models and optimizers, for a save: a part of it on each device, or a copy."""
         pieces = [Piece((0,) * tensor.dim(), tensor.detach())] if self.process.index == 0 else []
         return TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
 

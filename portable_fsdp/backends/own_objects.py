@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from portable_fsdp.attach import other_groups, replace_step
-from portable_fsdp.backends.contract import Partition, Piece
+from portable_fsdp.backends.contract import Allocate, Partition, Piece
 from portable_fsdp.backends.state import step_on_meta
 from portable_fsdp.runtime.errors import BackendError
 
@@ -30,8 +30,10 @@ def owners_of(models: Iterable[nn.Module]) -> dict[Tensor, tuple[nn.Module, str]
 
 
 def refuse_unknown(optimizer: torch.optim.Optimizer) -> NoReturn:
-    fix = "Write engine.shard_optimizer(optimizer) before its first step"
-    raise BackendError(f"zero_gradients: the engine doesn't know this {type(optimizer).__name__}.\n  {fix}.")
+    raise BackendError(
+        f"zero_gradients: the engine doesn't know this {type(optimizer).__name__}.\n  Write "
+        "engine.shard_optimizer(optimizer) before its first step."
+    )
 
 
 def require_sums(summed: Container[Tensor], peers: object, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -72,7 +74,7 @@ def zero_state(
     known: Collection[torch.optim.Optimizer],
     owners: Owners,
     zeros: Callable[[Tensor, Tensor, dict[str, Any]], Tensor],
-) -> Callable[[Iterable[Tensor]], None]:
+) -> Allocate:
     """Allocate the state of an optimizer that has none. `zeros(parameter, twin, group)` makes each tensor of it.
 
     State that doesn't begin as zeros (NAdam's, SGD's with dampening) is left to the first step; the function that is
@@ -96,30 +98,40 @@ def zero_state(
     step_on_meta(optimizer, partial(type(optimizer).step, twin))
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
 
-    def allocate(parameters: Iterable[Tensor]) -> None:
+    def allocate(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             for key, value in twin.state[twins[parameter]].items():
                 is_tensor, group = isinstance(value, Tensor), group_of[parameter]
                 optimizer.state[parameter][key] = zeros(parameter, value, group) if is_tensor else value
 
     if _begins_as_zeros(optimizer):
-        allocate(group_of)
+        allocate(optimizer, group_of)
     return allocate
 
 
 def _begins_as_zeros(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step from zeros in place of no state gives the same small weights."""
-    (plain, ends), (zeroed, others) = (
-        _copied(optimizer, lambda p: torch.ones((2,) * p.dim(), dtype=torch.float64)) for _ in range(2)
-    )
-    for group in (*plain.param_groups, *zeroed.param_groups):
-        group["lr"] = 0.1  # a scheduler may begin at 0
+    """Whether a step from zeros in place of no state gives the same small weights and state."""
+    (plain, ends), (zeroed, others) = (_small(optimizer) for _ in range(2))
     type(optimizer).step(cast(Any, plain))
     for weight, twin in others.items():
         state = plain.state[ends[weight]].items()
         zeroed.state[twin] = {key: torch.zeros_like(v) if isinstance(v, Tensor) else v for key, v in state}
     type(optimizer).step(cast(Any, zeroed))
-    return all(map(torch.equal, ends.values(), others.values()))
+    pairs = [(plain.state[ends[weight]], zeroed.state[twin]) for weight, twin in others.items()]
+    same = all(_equal(state[key], again.get(key)) for state, again in pairs for key in state)
+    return same and all(map(torch.equal, ends.values(), others.values()))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+
+
+def _small(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, dict[Tensor, nn.Parameter]]:
+    """A copy over small weights on the host, and these."""
+    copied, twins = _copied(optimizer, lambda p: torch.ones((2,) * p.dim(), dtype=torch.float64))
+    for group in copied.param_groups:
+        group["lr"] = 0.1  # a scheduler may begin at 0
+    return copied, twins
 
 
 def _copied(
@@ -144,17 +156,28 @@ def _copied(
 
 
 def step_kinds_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Let it step with DTensors and plain tensors in groups of their own, which torch's foreach functions can't mix.
-    The user's groups stay: schedulers know them."""
-    replace_step(optimizer, _step_apart)
+    """Let it step with DTensors and plain tensors in groups of their own, which torch's foreach functions can't mix,
+    if small weights in more groups get the same step. The user's groups stay: schedulers know them."""
+    (whole, ends), (apart, others) = (_small(optimizer) for _ in range(2))
+    type(optimizer).step(cast(Any, whole))
+    first = [group["params"][0] for group in apart.param_groups if group["params"]]
+    _step_apart(apart, is_first=lambda weight: any(weight is each for each in first))
+    if all(map(torch.equal, ends.values(), others.values())):
+        replace_step(optimizer, _step_apart)
 
 
-def _step_apart(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+def _is_sharded(weight: Tensor) -> bool:
+    return isinstance(weight, DTensor)
+
+
+def _step_apart(
+    optimizer: torch.optim.Optimizer, *args: Any, is_first: Callable[[Tensor], bool] = _is_sharded, **kwargs: Any
+) -> Any:
     apart = [
         (group, {**group, "params": weights})
         for group in optimizer.param_groups
         for kind in (True, False)
-        if (weights := [weight for weight in group["params"] if isinstance(weight, DTensor) is kind])
+        if (weights := [weight for weight in group["params"] if is_first(weight) is kind])
     ]
     with other_groups(optimizer, [part for _, part in apart]):
         out = type(optimizer).step(optimizer, *args, **kwargs)

@@ -363,6 +363,7 @@ def differences(a: Manifest, b: Manifest) -> dict[str, Any]:
         "config": changed(a.config, b.config),
         "model_config": changed(a.architecture or {}, b.architecture or {}),
         "base": changed(fingerprints[0], fingerprints[1]),
+        "objects": changed(a.named.objects if a.named else {}, b.named.objects if b.named else {}),
     }
     result["is_equal"] = not any(result.values())
     result["step"] = [a.step, b.step]
@@ -377,7 +378,7 @@ def differences_text(compared: Mapping[str, Any]) -> str:
     rows += [(key, "only in A") for key in compared["only_in_a"]]
     rows += [(key, "only in B") for key in compared["only_in_b"]]
     rows += [(key, f"{a} -> {b}") for key, (a, b) in compared["tensors"].items()]
-    for name in ("config", "model_config", "base", "data", "written_by"):
+    for name in ("config", "model_config", "base", "objects", "data", "written_by"):
         rows += [(f"{name}: {key}", f"{a!r} -> {b!r}") for key, (a, b) in compared[name].items()]
     if compared["step"][0] != compared["step"][1]:
         rows.append(("step", f"{compared['step'][0]} -> {compared['step'][1]}"))

@@ -130,9 +130,12 @@ class Checkpoints(Closing):
         attempt = on_process_0(self._backend, lambda: self._begin(final), as_error)
         self._unfinished = self._store.temporary_of(final, attempt)
 
+        subject, saved, tensors = f"checkpoint of step {step}", None, dict[str, TensorState]()
+        if named := self._save_together(subject, lambda: self._named(model, optimizer, objects)):
+            self._save_together(subject, named.encode)
+            saved, tensors = self._save_together(subject, named.objects)
+
         def take() -> tuple[manifests.Manifest, OwnPart]:
-            named = self._named(model, optimizer, objects)
-            saved, tensors = named.objects() if named else (None, {})
             state = named.state() if named else self._backend.state(cast(Any, model), cast(Any, optimizer))
             state, digests = state | tensors, Digests()
             manifest = self._manifest(step, position, evaluation, state, saved)
@@ -141,7 +144,7 @@ class Checkpoints(Closing):
             pieces = self._snapshot.take(mine) if self._settings.async_save else dict(mine)
             return manifest, OwnPart(manifest.tensors, pieces, digests.result())
 
-        taken = self._save_together(f"checkpoint of step {step}", take)
+        taken = self._save_together(subject, take)
         self._background.start(partial(self._write, final, attempt, *taken, began, time.perf_counter() - began))
         if not self._settings.async_save:
             self.wait()
@@ -152,7 +155,7 @@ class Checkpoints(Closing):
     ) -> "NamedState | None":
         """What a loop of the user's own saves by name; None: one model, and an optimizer that the config describes."""
         is_one = isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
-        if is_one and objects is None and optimizer not in self._backend.own_optimizers:
+        if is_one and objects is None and self._backend.optimizers.get(cast(Any, optimizer)) is None:
             return None
         from portable_fsdp.checkpoint.named import NamedState
 
@@ -384,7 +387,7 @@ class Checkpoints(Closing):
                 resume.require_allowed(changes, allow, name, manifest.config.get("data", {}).get("source", ""))
             read = _read_from(reader, expected, self._base, weights_only)
             if named:
-                named.load(reader, read, weights_only=weights_only)
+                named.load(read, weights_only=weights_only)
             else:
                 self._backend.load_state(cast(Any, model), cast(Any, optimizer), read)
             if (scaler := self._backend.loss_scaler) and (saved := manifest.loss_scale) and not weights_only:

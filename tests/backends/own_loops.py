@@ -10,7 +10,7 @@ import torch
 from jobs import numbers, open_group
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW, NAdam, RMSprop, lr_scheduler
+from torch.optim import SGD, AdamW, NAdam, Optimizer, RMSprop, lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import portable_fsdp as pf
@@ -260,6 +260,26 @@ class Shadow:
         vars(self).update(state)
 
 
+class Slow(Optimizer):
+    """Lookahead (Zhang et al., arXiv 1907.08610): weights go half-way back to slow ones every third step. Its state
+    begins as weights, and its count as a Python number."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.02})
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with torch.no_grad():
+            for weight in self.param_groups[0]["params"]:
+                state = self.state[weight]
+                if not state:
+                    state["step"], state["slow"] = 0, weight.clone()
+                state["step"] += 1
+                weight.copy_(weight - 0.02 * weight.grad)
+                if state["step"] % 3 == 0:
+                    state["slow"].copy_(state["slow"] + 0.5 * (weight - state["slow"]))
+                    weight.copy_(state["slow"])
+
+
 def resumable(kit: Kit) -> Loop:
     """Two models, an average of one by torch and by a class of its own, and an optimizer that makes its state late."""
     encoder, decoder = kit.module(lambda: Net(8, 4)), kit.module(lambda: Net(4, 8))
@@ -388,11 +408,12 @@ PATTERNS: dict[str, Callable[[Kit], Loop]] = {
         kit, lambda m: two_groups(m, 0.1), schedule=lambda o: lr_scheduler.LambdaLR(o, lambda k: min(1, k / 4))
     ),
     "one cycle": lambda kit: simple(kit, schedule=lambda o: lr_scheduler.OneCycleLR(o, 0.05, total_steps=40)),
+    "optimizer of its own": lambda kit: simple(kit, lambda model: Slow(model.parameters())),
     "plateau": lambda kit: simple(
         kit, schedule=lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.1)
     ),
 }
-MORE_PROGRAMS = {"frozen half-way": 2, "three shapes": 1}
+MORE_PROGRAMS = {"optimizer of its own": 1, "frozen half-way": 2, "three shapes": 1}
 """Changed sets of trained weights; the third shape, which comes after step 2."""
 
 

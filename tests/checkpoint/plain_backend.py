@@ -45,7 +45,7 @@ class PlainBackend(ToyBackend):
     def __init__(self, process: Partition = ALONE, devices: int = 1, meeting: Meeting | None = None) -> None:
         self.device, self.device_name = torch.device("cpu"), "cpu"
         self.process = self.data_shard = process
-        self.own_devices = devices  # of each process
+        self.own_devices, self.optimizers = devices, {}  # devices of each process
         self.devices = self.row_shards = process.count * devices
         self.meeting = meeting or Meeting(process.count)
         self.change: Callable[[dict[str, TensorState]], object] = lambda _: None  # what a test does to each state

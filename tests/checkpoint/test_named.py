@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plain_backend import Capture, PlainBackend, checkpoints, in_processes, load, refused, small_model, snapshot
+from plain_backend import Capture, Log, PlainBackend, checkpoints, in_processes, load, refused, small_model, snapshot
 from safetensors.torch import load_file
+from torch import nn
 
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
@@ -49,7 +50,7 @@ class Loop:
         (first, of_first), (second, of_second) = small_model(seed), small_model(seed + 1)
         self.models, self.optimizers = {"first": first, "second": second}, {"first": of_first, "second": of_second}
         self.objects = {name: Holder(state) for name, state in objects.items()}
-        backend.own_optimizers = {of_second: lambda _: None}
+        self.backend, backend.optimizers = backend, {of_first: None, of_second: lambda *_: None}
 
     def save(self, opened: Checkpoints, step: int = 5) -> Path:
         return opened.save(step, self.models, self.optimizers, (0, 0), objects=self.objects)
@@ -122,14 +123,59 @@ def test_a_state_that_a_checkpoint_cannot_hold_is_refused(tmp_path: Path, state:
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_objects_are_equal_on_all_processes(tmp_path: Path) -> None:
-    def work(backend: PlainBackend) -> Path:
-        return Loop(backend, 1, clock={"s": backend.process.index}).save(checkpoints(tmp_path, backend))
+def fails(_: int) -> Any:
+    raise RuntimeError("no state yet")
 
-    assert "objects: clock differs between the processes 0 and 1" in refused(2, work)
+
+@pytest.mark.parametrize(
+    ("state_on", "cause"),
+    [
+        (lambda index: {"s": index}, "objects: clock differs between the processes 0 and 1"),
+        (lambda index: {"s": torch.tensor(index)}, "objects: clock differs between the processes 0 and 1"),
+        (lambda index: {"s": torch.zeros(index)}, "objects: clock differs between the processes 0 and 1"),
+        (lambda index: {"s": [0]} if index else {"s": fails}, "clock.s is a function, which a checkpoint can't hold"),
+    ],
+)
+def test_objects_are_equal_on_all_processes(tmp_path: Path, state_on: Any, cause: str) -> None:
+    def work(backend: PlainBackend) -> Path:
+        return Loop(backend, 1, clock=state_on(backend.process.index)).save(checkpoints(tmp_path, backend))
+
+    assert cause in refused(2, work)
+    assert save_loop(tmp_path).is_dir()
+
+
+class OwnState(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"more": 1}
+
+
+def test_an_optimizer_with_a_state_dict_of_its_own_is_refused(tmp_path: Path) -> None:
+    model, _ = small_model(1)
+    model, optimizer = known(plain := PlainBackend(), model, OwnState(model.parameters()))
+    with pytest.raises(CheckpointError, match="OwnState has a state_dict of its own"):
+        checkpoints(tmp_path, plain).save(5, model, {"own": optimizer}, (0, 0))
+
+
+def test_an_optimizer_that_is_not_named_is_told(tmp_path: Path, caplog: Log) -> None:
+    loop = Loop(plain := PlainBackend(), 1)
+    del loop.optimizers["second"]
+    loop.save(checkpoints(tmp_path, plain))
+    assert "the state of the AdamW that has second.gate isn't saved" in caplog.text
+
+
+def known(
+    backend: PlainBackend, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same, of an engine that made the optimizer."""
+    backend.optimizers[optimizer] = None
+    return model, optimizer
 
 
 def wrong_sets() -> dict[str, Any]:
+    def into_adam(loop: Loop) -> None:
+        adam = loop.optimizers["second"] = torch.optim.Adam(loop.models["second"].parameters())
+        loop.backend.optimizers[adam] = lambda *_: None
+
     def other(change: Any) -> Any:
         def work(opened: Checkpoints, plain: PlainBackend) -> object:
             loop = Loop(plain, 2, a={})
@@ -146,24 +192,27 @@ def wrong_sets() -> dict[str, Any]:
         ]
 
     return {
-        "holds the objects optimizer.second, a; this run has optimizer.second, a, b": other(
+        "holds the objects optimizer second, a; this run has optimizer second, a, b": other(
             lambda loop: loop.objects.update(b=Holder({}))
         ),
         "holds the models first, second; this run has first, third": other(
             lambda loop: loop.models.update(third=loop.models.pop("second"))
         ),
-        "optimizer.second: its groups hold other weights than those saved (4 weights then, 1 + 3 now)": other(regroup),
-        "optimizer more: its weight first.gate is in first too": other(
+        "optimizer second: its groups hold other weights than those saved (4 weights then, 1 + 3 now)": other(regroup),
+        "optimizer more: first.gate is in first too": other(
             lambda loop: loop.optimizers.update(more=loop.optimizers["first"])
         ),
-        "optimizer second: its weight of another model is of no model that is saved": other(
-            lambda loop: loop.models.pop("second")
-        ),
+        "optimizer second: a weight is of no model that is saved": other(lambda loop: loop.models.pop("second")),
         "objects: a is a dict without state_dict": other(lambda loop: loop.objects.update(a={})),
         "the name 'a b': expected a name": other(lambda loop: loop.objects.update({"a b": Holder({})})),
-        "it holds the models first, second; this run has one without a name": lambda opened, _: load(
-            opened, *small_model(3)
+        "it holds the models first, second; this run has one without a name": lambda opened, plain: load(
+            opened, *known(plain, *small_model(3))
         ),
+        "optimizer second: it was a AdamW and is a Adam": other(into_adam),
+        "optimizer plain: the engine doesn't know it": other(
+            lambda loop: loop.optimizers.update(plain=torch.optim.SGD(loop.models["first"].parameters()))
+        ),
+        "objects: expected a dict by name, found a list": other(lambda loop: setattr(loop, "objects", [Holder({})])),
     }
 
 
@@ -177,17 +226,17 @@ def test_another_set_is_refused(tmp_path: Path, cause: str) -> None:
 
 def test_one_model_has_no_prefix_and_a_trainer_starts_from_its_weights(tmp_path: Path) -> None:
     plain, (model, optimizer) = PlainBackend(), small_model(1)
-    plain.own_optimizers = {optimizer: lambda _: None}
+    plain.optimizers = {optimizer: lambda *_: None}
     with checkpoints(tmp_path / "own", plain) as opened:
         path = opened.save(5, {"any": model}, {"any": optimizer}, (0, 0), objects={"a": Holder({"n": 1})})
-    other = small_model(2)
+    other = known(trainer := PlainBackend(), *small_model(2))
     with (
-        checkpoints(tmp_path / "own", PlainBackend()) as opened,
+        checkpoints(tmp_path / "own", trainer) as opened,
         pytest.raises(CheckpointError, match="any, a; this run has none"),
     ):
         load(opened, *other)
-    with checkpoints(tmp_path / "new", PlainBackend(), {"load": "weights_only"}) as opened:
-        load(opened, *other, str(path))
+    with checkpoints(tmp_path / "new", trainer, {"load": "weights_only"}) as opened:
+        load(opened, *other, resume=str(path))
     weights = {key for key in snapshot(model, optimizer) if "/" not in key}
     assert {key: snapshot(*other)[key] for key in weights} == {key: snapshot(model, optimizer)[key] for key in weights}
 

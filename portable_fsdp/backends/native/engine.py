@@ -118,7 +118,7 @@ class NativeBackend(contract.Backend):
         self._first_step_is_over = False
         self._compute_time: ComputeTime | None = None
         self._models: dict[nn.Module, _Sharded] = {}
-        self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()
+        self.optimizers = weakref.WeakKeyDictionary()
         self._reshards_later = False  # in `accumulate` and `evaluate`, which reshard all models when they end
         self._sums: dict[tuple[int, ...], GradientSums] = {}  # by the ids of the models
         # Weights whose gradients are sums, over which axes.
@@ -297,7 +297,7 @@ class NativeBackend(contract.Backend):
 
         optimizer = zero_optimizer(make, kinds, parameters, zeros, compiled=False)
         optimizer.register_step_post_hook(self._note_step)
-        self._optimizers.add(optimizer)
+        self.optimizers[optimizer] = None
         return optimizer
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -314,13 +314,12 @@ class NativeBackend(contract.Backend):
         if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam) and not chose and self.device.type != "tpu":
             for group in optimizer.param_groups:  # else each operation on each DTensor is dispatched in Python
                 group["fused"] = True
-        allocate = own.zero_state(optimizer, self._optimizers, owners := own.owners_of(self._models), zeros)
-        self.own_optimizers = {**self.own_optimizers, optimizer: allocate}
+        allocate = own.zero_state(optimizer, self.optimizers, owners := own.owners_of(self._models), zeros)
         own.step_kinds_apart(optimizer)
         optimizer.register_step_pre_hook(partial(own.require_sums, self._summed, self._group(LOSS_AXES)))
         optimizer.register_step_post_hook(self._note_step)
-        own.warn_of_kept_gradients(optimizer, self._optimizers, self._models)
-        self._optimizers.add(optimizer)
+        own.warn_of_kept_gradients(optimizer, self.optimizers, self._models)
+        self.optimizers[optimizer] = allocate
 
     def _note_step(self, *_: Any) -> None:
         self._first_step_is_over = True
@@ -457,7 +456,7 @@ class NativeBackend(contract.Backend):
             reshard_all(self._models[model].units)
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> None:
-        if optimizer not in self._optimizers:
+        if optimizer not in self.optimizers:
             from portable_fsdp.backends.own_objects import refuse_unknown
 
             refuse_unknown(optimizer)
@@ -496,7 +495,7 @@ class NativeBackend(contract.Backend):
         return norm
 
     def _cuts_of(self, model: nn.Module) -> dict[Tensor, tuple[str, ...]]:
-        """The axes that cut each weight."""
+        """The axes that cut each weight; without quantised ones, which don't train."""
         record = self._models[model]
         if not record.cuts:  # sorted: one sum, whichever dimension is split
             named = {weight: fqn for fqn, weight in model.named_parameters() if fqn in record.layouts}

@@ -15,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +99,7 @@ class PjrtBackend(Backend):
         self.devices = count
         self.adopt(config)
         self._optimizers: dict[torch.optim.Optimizer, nn.Module | None] = {}  # None: of the user's own
+        self.optimizers = WeakKeyDictionary()
         self._steps_by_ours: dict[torch.optim.Optimizer, CountingOptimizer] = {}
         self._in_program = False
         # Found at an optimizer's first program, and kept: another order would be another program. A load makes new
@@ -153,7 +155,7 @@ class PjrtBackend(Backend):
         return run
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> None:
-        if optimizer not in self._optimizers:
+        if optimizer not in self.optimizers:
             refuse_unknown(optimizer)
         super().zero_gradients(optimizer, keep=keep)
 
@@ -247,7 +249,7 @@ class PjrtBackend(Backend):
         optimizer = zero_optimizer(make, groups, parameters, zeros, compiled=True)
         if isinstance(optimizer, CountingOptimizer):
             optimizer.barrier = self._barrier
-        self._optimizers[optimizer] = model
+        self._optimizers[optimizer], self.optimizers[optimizer] = model, None
         self._programs.watch(optimizer, parameters)
         return optimizer
 

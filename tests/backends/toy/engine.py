@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ class ToyBackend(contract.Backend):
         self.axes = {**mesh_axes(config, count // tensor, 1), "tensor": tensor}
         self.row_shards = count_row_shards(self.axes)
         self.data_shard = contract.Partition(self.process.index // tensor, self.row_shards)
-        self.expected_compilations = 0
+        self.expected_compilations, self.optimizers = 0, WeakKeyDictionary()
         self._place = coordinates(self.axes, self.process.index)
         self._compute = torch.float32
         self._group = cache(self._new_group)
@@ -84,9 +85,11 @@ class ToyBackend(contract.Backend):
         self, make: contract.MakeOptimizer, groups: list[dict[str, Any]], model: nn.Module
     ) -> torch.optim.Optimizer:
         parameters = dict(model.named_parameters())
-        return zero_optimizer(
+        optimizer = zero_optimizer(
             make, groups, parameters, lambda _, twin, __: torch.zeros_like(twin, device="cpu"), compiled=False
         )
+        self.optimizers[optimizer] = None
+        return optimizer
 
     def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
         return batch

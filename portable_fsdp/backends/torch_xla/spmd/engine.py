@@ -255,11 +255,10 @@ class XlaBackend(PjrtBackend):
                 return torch.zeros(twin.shape, dtype=twin.dtype)
             return self._zeros(twin, state_spec(self._layouts[model][fqn], parameter.shape, twin.shape))
 
-        allocate = zero_state(optimizer, self._optimizers, owners := owners_of(self._layouts), zeros)
-        self.own_optimizers = {**self.own_optimizers, optimizer: allocate}
+        allocate = zero_state(optimizer, self.optimizers, owners := owners_of(self._layouts), zeros)
         self._step_by_ours(optimizer)
-        warn_of_kept_gradients(optimizer, self._optimizers, self._layouts)
-        self._optimizers[optimizer] = None
+        warn_of_kept_gradients(optimizer, self.optimizers, self._layouts)
+        self._optimizers[optimizer], self.optimizers[optimizer] = None, allocate
         self._programs.watch(self._steps_by_ours.get(optimizer, optimizer), {})
         self._tensors.wait()
 
@@ -315,7 +314,7 @@ class XlaBackend(PjrtBackend):
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     if self._accumulation > 1:  # inputs of the next program
                         gradient.copy_(gradient * factor)  # a product in place takes ten times as long to trace
-                    else:
+                    else:  # a copy would be an operation more for each weight
                         parameter.grad = gradient * factor
         return norm
 
