@@ -71,22 +71,24 @@ class Checkpoints(Closing):
         folder: Path | str,
         backend: Backend,
         *,
-        config: dict[str, Any],
-        model_config: dict[str, Any] | None,
+        config: schema.Config | dict[str, Any],
+        model_config: dict[str, Any] | None = None,
         settings: schema.Checkpoint | None = None,
         data: Fingerprint | None = None,
         ties: Mapping[str, str] | None = None,
         base: "Base | None" = None,
         wait_s: float = 1200.0,
     ) -> None:
-        """`folder`: a path or a URL. `config`: the resolved config as JSON. `model_config`: transformers' config as a
-        dict. `ties`: FQN -> first FQN of the same weight. `base`: weights of `model.pretrained` that checkpoints leave
-        out. `wait_s`: how long process 0 waits for the other processes' files in a save, less than a process group's
-        timeout.
+        """`folder`: a path or a URL. `config`: the resolved config, which has the `settings`, or JSON. `model_config`:
+        transformers' config as a dict. `ties`: FQN -> first FQN of the same weight. `base`: weights of
+        `model.pretrained` that checkpoints leave out. `wait_s`: how long process 0 waits for the other processes'
+        files in a save, less than a process group's timeout.
 
         Raises ConfigError for unknown names in `checkpoint.allow`, CheckpointError for an unknown kind of URL and for
         a config that JSON doesn't round-trip.
         """
+        if isinstance(config, schema.Config):
+            config, settings = config.model_dump(mode="json"), settings or config.checkpoint
         self.folder = locate(folder)
         self._store = store_of(self.folder)
         self._backend = backend
@@ -120,8 +122,8 @@ class Checkpoints(Closing):
         `model`, `optimizer`: one, or several by name. `objects`: others with `state_dict` and `load_state_dict`, by
         name, equal on all processes. `position`: the data's (epoch, samples consumed in it). `evaluation`: the results
         so far; retention keeps the best step. Raises `CheckpointError` on all processes if one of them could not write,
-        now or in the background save before, if the step is committed already, or for an object with a value that a
-        checkpoint can't hold. Earlier checkpoints stay as they were.
+        now or in the background save before, if the step is committed already, or for a value that none can hold.
+        Earlier checkpoints stay as they were.
         """
         began = time.perf_counter()
         self.wait()
@@ -150,9 +152,7 @@ class Checkpoints(Closing):
             self.wait()
         return final
 
-    def _named(
-        self, model: "Models", optimizer: "Optimizers", objects: Mapping[str, Any] | None
-    ) -> "NamedState | None":
+    def _named(self, model: "Models", optimizer: "Optimizers", objects: Any) -> "NamedState | None":
         """What a loop of the user's own saves by name; None: one model, and an optimizer that the config describes."""
         is_one = isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
         if is_one and objects is None and self._backend.optimizers.get(cast(Any, optimizer)) is None:
@@ -353,15 +353,13 @@ class Checkpoints(Closing):
 
         Raises `CheckpointError` on all processes: other tensors or names, another config that `checkpoint.allow`
         doesn't name, another base, a file that can't be read. An error while tensors are read leaves some overwritten:
-        load again, or exit. With `checkpoint.load=weights_only` optimizers and objects stay as they are.
+        load again, or exit. `checkpoint.load=weights_only` leaves optimizers and objects named so as they are.
         """
         subject = f"checkpoint {source.path.name}"
         load = partial(self._load, source, model, optimizer, objects)
         return together(self._backend, load, resume.error_about(subject))
 
-    def _load(
-        self, source: ResumePoint, model: "Models", optimizer: "Optimizers", objects: Mapping[str, Any] | None
-    ) -> Resumed:
+    def _load(self, source: ResumePoint, model: "Models", optimizer: "Optimizers", objects: Any) -> Resumed:
         named = self._named(model, optimizer, objects)
         allow, name, weights_only = self._settings.allow, source.path.name, source.weights_only
         with Reader(source.path) as reader:

@@ -163,6 +163,14 @@ class NamedState:
                         f"checkpoint: objects: {name} differs between the processes 0 and {number}.\n  A checkpoint "
                         "has one value for all: leave out what belongs to a process, or agree on it (engine.agree)."
                     )
+        for key, tensor in self._tensors.items():
+            if isinstance(tensor, DTensor) and any(
+                self._backend.axes.get(axis, 1) > 1 for axis in ("tensor", "expert")
+            ):
+                raise CheckpointError(
+                    f"checkpoint: {key} is sharded: with sharding.tensor or sharding.expert an object can't tell which "
+                    "part it has.\n  Average weights in a sharded AveragedModel, and save that as a model."
+                )
         states = {key: self._backend.tensor_state(tensor) for key, tensor in self._tensors.items()}
         self._warn_of_others()
         return Named(models=self._names_of_models, objects=self._encoded), states
@@ -319,8 +327,9 @@ def _is_state(key: str) -> bool:
 
 
 def _form(tensor: Tensor) -> list[Any]:
-    """What all processes have alike in a tensor: shape, dtype, and of a tensor on the host its content."""
-    is_whole = tensor.device.type == "cpu" and not isinstance(tensor, DTensor)
+    """What all processes have alike in a tensor: shape, dtype, and content. Pieces of sharded ones are compared later,
+    as XLA's are: reading one would compile a program."""
+    is_whole = tensor.device.type != "xla" and not isinstance(tensor, DTensor)
     return [*tensor.shape, dtype_name(tensor.dtype), int(sum_of_bits(tensor)) if is_whole else None]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from portable_fsdp.backends.contract import Piece
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
-from portable_fsdp.checkpoint.manifests import OBJECTS, TensorEntry, committed_steps, first_rows
+from portable_fsdp.checkpoint.manifests import TensorEntry, committed_steps, first_rows
 from portable_fsdp.checkpoint.safetensors import chunks_of
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.factory import user_code
@@ -177,12 +177,6 @@ def require_equal(
         log.warning("%s: replicas differ in %d places; saving the first:\n%s", checkpoint.name, len(differing), shown)
         return
     last = next(iter(committed_steps(checkpoint.parent)), None)
-    if all(name.startswith(OBJECTS) for name in differing):
-        raise CheckpointError(
-            f"checkpoint {checkpoint.name}: tensors of objects differ between processes:\n{shown}\n"
-            "  A checkpoint has one value for all: leave out what belongs to a process. With sharding.tensor or\n"
-            "  sharding.expert keep averages of weights in a sharded AveragedModel."
-        )
     raise CheckpointError(
         f"checkpoint {checkpoint.name}: replicas differ in {len(differing)} places:\n"
         f"{shown}\n"

@@ -141,9 +141,8 @@ class Reader(Closing):
     def __init__(self, folder: Path, model: str = "") -> None:
         """`model`: read one of several models by the keys that it would have alone."""
         self.folder = folder
-        self._all = manifest = manifests.read_manifest(folder)
+        self._all = self.manifest = manifest = manifests.read_manifest(folder)
         self._model = model
-        self.manifest = manifest
         if model:
             from portable_fsdp.checkpoint.named import only_model
 

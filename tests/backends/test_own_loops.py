@@ -112,7 +112,7 @@ def test_the_examples_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
     page = (Path(__file__).parents[2] / "docs/library.md").read_text()
     section = page.partition("## Several models and optimizers")[2].partition("## Callbacks")[0]
     step, save = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    [export] = re.findall(r"`checkpoint (export .*?)`", section, re.DOTALL)
+    [export] = re.findall(r"portable_fsdp.checkpoint (export .*)", section)
     monkeypatch.chdir(tmp_path)
 
     def loss_of(logits: Tensor, is_real: float) -> Tensor:
