@@ -17,7 +17,8 @@ names=()         # of the variables that --env hands over
 typed=()         # the words of the run, with configs where they lie here
 arguments=()     # the same, with configs where workers have them
 copies=()        # of configs that lie outside the checkout, below $root
-create_flags=()  # for gcloud, from behind `--`: of create
+wide_flags=()    # for gcloud, from behind `--`: of every command
+create_flags=()  # of create
 connect_flags=() # of ssh and scp
 ssh_flags=()
 scp_flags=()
@@ -319,6 +320,7 @@ gcloud_flags() {
         --scp-flag | --compress) scp_flags+=("$word") && continue ;;
         --account | --configuration | --impersonate-service-account | --billing-project | --verbosity)
             where+=("$word")
+            wide_flags+=("$word")
             continue
             ;;
         --*) create_flags+=("$word") && continue ;;
@@ -369,21 +371,22 @@ check() { # of the config with the run's own words, here; ends with 2 for a mist
         say "TPU_CHECK=false: a mistake in the config will only show on the TPU"
         return
     fi
-    export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-    "$python" -c 'import portable_fsdp.explain' 2> /dev/null ||
+    here() { PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" "$@"; }
+    here -c 'import portable_fsdp.explain' 2> /dev/null ||
         refuse "the config is checked here first, for which $python lacks packages: $python -m pip install pydantic PyYAML" \
             "huggingface_hub. TPU_PYTHON=... names another Python (3.11 or newer), TPU_CHECK=false skips the check."
-    explained=$("$python" "${words[@]}") || exit
-    "$python" "$root/launch/tpu_check.py" "$extra" "$packages" "${names[*]}" <<< "$explained" || exit
+    explained=$(here "${words[@]}") || exit
+    here "$root/launch/tpu_check.py" "$extra" "$packages" "${names[*]}" <<< "$explained" || exit
 }
 
 still_costs() { # when the script ends: names what is left, and the command that ends it
-    local code=$? there
+    local code=$? there costs="may cost"
     [[ $code != 0 || $action == run ]] || return 0
     there=$(state 2> /dev/null) || there="no answer from gcloud"
     [[ -n $there ]] || return 0
-    say "$name in $zone ($there) is kept, and costs money until you delete it:"
-    echo "  TPU_NAME=$name TPU_ZONE=$zone${project:+ TPU_PROJECT=$project} $0 delete" >&2
+    [[ $there != "$usable" ]] || costs=costs
+    say "$name in $zone ($there) is still there, and $costs money until you delete it:"
+    echo "  TPU_NAME=$name TPU_ZONE=$zone${project:+ TPU_PROJECT=$project} $0 delete${wide_flags[*]:+ -- ${wide_flags[*]}}" >&2
 }
 
 main() { # of the script that sources this
@@ -400,6 +403,7 @@ main() { # of the script that sources this
     fi
     [[ $packages =~ ^[A-Za-z0-9._\ -]+$ ]] || refuse "TPU_PACKAGES=$packages: expected names of packages, without versions."
     read_words "$@"
+    [[ $action == run || ${#names[@]} == 0 ]] || refuse "--env: only \`run\` hands variables over."
     check_names
     if [[ $action == run || $action == create ]]; then
         case ${TPU_TYPE:-} in

@@ -195,7 +195,7 @@ SRUN = """
 echo "$@" >> calls
 (( $(wc -l < calls) < 3 )) || exit 0
 trap 'echo "{\\"step\\": 3}" > run/STOPPED; exit 1' TERM
-touch up
+[[ $HF_TOKEN == "of file" ]] && touch up
 while true; do sleep 0.05; done
 """
 
@@ -209,6 +209,12 @@ def test_a_slurm_job_that_is_to_end_saves_and_is_queued_again(tmp_path: Path) ->
     variables = HOST | slurm | {"PATH": f"{tmp_path / 'bin'}:{HOST['PATH']}"}
     command = ["bash", LAUNCH / "slurm.sbatch", "--device=cpu", f"--config={tiny_config(tmp_path)}"]
     assert "train.step: unknown key" in finish([*command, "train.step=1"], tmp_path, 2, **variables).err
+    secrets = tmp_path / "secrets"
+    secrets.write_text("HF_TOKEN='of file'\n")
+    secrets.chmod(0o640)
+    variables["ENV_FILE"] = str(secrets)
+    assert f"chmod 600 {secrets}" in finish(command, tmp_path, 2, **variables).err
+    secrets.chmod(0o600)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         with started(command, tmp_path, **variables) as life:
             life.wait_until((tmp_path / "up").exists)

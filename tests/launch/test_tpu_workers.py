@@ -25,7 +25,7 @@ case "$*" in
 *" delete "*) rm "$FOLDER/created" ;;
 *" describe "*)
     [[ -e $FOLDER/created ]] || { echo NOT_FOUND >&2; exit 1; }
-    [[ $* == *networkEndpoints* ]] && printf '"ipAddress": "10.0.0.%s",\\n' 1 2 || echo READY
+    [[ $* == *networkEndpoints* ]] && printf '"ipAddress": "10.0.0.%s",\\n' 1 2 || echo "$STATE"
     ;;
 *" scp "*)
     [[ ! -e $FOLDER/broken ]] || exit 1
@@ -70,10 +70,11 @@ class Desk:
             **{"TPU_NAME": "slice", "TPU_ZONE": "z", "TPU_TYPE": "v6e-8", "TPU_TRIES": "1", "TPU_POLL_S": "0"},
             "TPU_PYTHON": sys.executable,
             "HF_TOKEN": SECRET,
+            "STATE": "READY",
         }
 
-    def run(self, *words: str, code: int, **more: str) -> Started:
-        command = ["bash", str(ROOT / "launch/tpu_vm.sh"), "run", f"--config={tiny_config(self.folder)}", *words]
+    def run(self, *words: str, code: int, script: str = "tpu_vm", **more: str) -> Started:
+        command = ["bash", str(ROOT / f"launch/{script}.sh"), "run", f"--config={tiny_config(self.folder)}", *words]
         return finish(command, self.folder, code, **self.variables | more)
 
     @property
@@ -117,11 +118,23 @@ def test_variables_reach_each_worker_and_no_argument_log_or_history(desk: Desk) 
         assert ("--internal-ip" in line) == bool(re.search(" ssh | scp ", line)), line
 
 
+@pytest.mark.slow
+def test_variables_reach_the_workers_of_each_slice(desk: Desk) -> None:
+    more = {"script": "tpu_queued_resource", "STATE": "ACTIVE", "TPU_SLICES": "2"}
+    done = desk.run("train.global_batch=16", "--env=HF_TOKEN", code=0, **more)
+    argv = (desk.folder / "argv").read_text()
+    assert "tpu-vm describe slice-node-0 --zone=z" in argv
+    assert re.findall(r"--node=(\d) --worker=(\d)", argv) == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
+    assert (desk.folder / "worker1/portable_fsdp/token").read_text() == SECRET
+    assert not (desk.folder / "created").exists()
+    assert "until you delete it" not in done.err
+
+
 def test_a_failed_start_names_what_still_costs(desk: Desk) -> None:
     (desk.folder / "broken").touch()
     done = desk.run("train.global_batch=8", code=1)
     assert "create" in desk.calls
-    assert "slice in z (READY) is kept, and costs money until you delete it:" in done.err
+    assert "slice in z (READY) is still there, and costs money until you delete it:" in done.err
     [command] = re.findall(r"^  (TPU_NAME=.* delete)$", done.err, re.MULTILINE)
     finish(["bash", "-c", command], desk.folder, **desk.variables)
     assert not (desk.folder / "created").exists()
@@ -133,6 +146,11 @@ def test_a_failed_start_names_what_still_costs(desk: Desk) -> None:
         (["train.step=1"], "train.step: unknown key"),
         (["sharding.tensor=3"], "8 device(s) of 1 host(s)"),  # of v6e-8
         (["data.source=parquet", "data.path=x"], "data.source=parquet needs the extra data: set TPU_EXTRA=tpu,data."),
+        (["data.mixture=[{source: parquet, path: x}]"], "data.source=parquet needs the extra data"),
+        (
+            ["model.pretrained=org/open", "model.lora={r: 4}"],
+            "model.lora needs the extra lora: set TPU_EXTRA=tpu,lora.",
+        ),
         (["observe.trackers=[wandb]"], "set TPU_PACKAGES='gcsfs wandb'."),
         (["model.pretrained=org/gated"], "org/gated is gated: accept its license and add --env=HF_TOKEN."),
         (["model.pretrained=org/gated", "--env=HF_TOKEN"], "org/gated is gated: your HF_TOKEN has no access to it."),
@@ -142,7 +160,7 @@ def test_a_failed_start_names_what_still_costs(desk: Desk) -> None:
 )
 def test_a_mistake_is_said_before_anything_is_created(words: list[str], sentence: str, desk: Desk) -> None:
     model = ["model.architecture=null"] if words[0].startswith("model.") else []
-    with serve(Hub({"org/gated": desk.folder}, gated={"org/gated"})) as hub:
+    with serve(Hub({"org/gated": desk.folder, "org/open": desk.folder}, gated={"org/gated"})) as hub:
         token = {"HF_TOKEN": "hf_plain", "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
         done = desk.run("train.global_batch=8", *model, *words, code=2, **token)
     assert sentence in done.err
