@@ -354,7 +354,7 @@ check() { # of the config with the run's own words, here; ends with 2 for a mist
     local words=() engine=xla devices=auto hosts=auto cores=${TPU_TYPE:-} word explained
     cores=${cores##*-}
     [[ ,$extra, != *,torchtpu,* ]] || engine=native
-    case ${TPU_TYPE:-} in # chips of a host (cloud.google.com/tpu/docs/supported-tpu-configurations)
+    [[ $cores =~ ^[0-9]+$ ]] && case $TPU_TYPE in # chips of a host (cloud.google.com/tpu/docs/supported-tpu-configurations)
     v6e-[148] | v5litepod-[148]) devices=$cores hosts=1 ;;
     v6e-* | v5litepod-*) devices=4 hosts=$((cores / 4)) ;;
     v4-* | v5p-*) devices=4 hosts=$((cores / 8)) ;;
