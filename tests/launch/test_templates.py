@@ -307,7 +307,8 @@ def test_a_manifest_is_what_its_api_takes(path: Path) -> None:
         runtime = next(yaml.safe_load_all(path.read_text()))
         assert (runtime["kind"], runtime["metadata"]["name"]) == (reference["kind"], reference["name"])
         [node] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-        pod = node["template"]["spec"]["template"]["spec"]
+        pod, jobset = node["template"]["spec"]["template"]["spec"], read(LAUNCH / "gke_jobset_tpu.yaml")["spec"]
+        assert runtime["spec"]["template"]["spec"]["failurePolicy"] == jobset["failurePolicy"]
         sides = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
         chips = trainer["resourcesPerNode"]["limits"]["google.com/tpu"]
         assert math.prod(map(int, sides)) == trainer["numNodes"] * chips
