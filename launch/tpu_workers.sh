@@ -1,11 +1,28 @@
 # What tpu_vm.sh and tpu_queued_resource.sh do alike: they source this file. Nothing to edit here.
 # shellcheck shell=bash disable=SC2154 # what the sourcing script sets
 #
-# They set name, usable (the state in which workers can be reached), tries and poll_s, and define create, delete, state
-# (prints that of the TPU; nothing where there is none; fails where gcloud can't tell), on_workers NUMBERS COMMAND_LINE
-# and to_workers FILE TARGET.
+# They set name, zone, where (flags of every gcloud command), usable (the state in which workers can be reached), slices,
+# first_node, capacity_variable, tries and poll_s, and define create, delete, state (prints that of the TPU; nothing where
+# there is none; fails where gcloud can't tell), on_workers NODES WORKERS COMMAND_LINE and to_workers FILE TARGET.
 
-extra=${TPU_EXTRA:-tpu} # what `setup` installs: tpu, torch_xla; torchtpu, TorchTPU
+set +x # also under `bash -x`: no trace of the variables that --env hands over
+
+extra=${TPU_EXTRA:-tpu} # what `setup` installs: tpu, torch_xla; torchtpu, TorchTPU; others may follow: tpu,data
+packages=${TPU_PACKAGES:-gcsfs} # and beside them; gcsfs: checkpoints in gs://; "gcsfs wandb": a tracker too
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+python=${TPU_PYTHON:-python3} # checks the config here, before anything is created; TPU_CHECK=false: nobody does
+[[ -n ${TPU_PYTHON:-} || ! -x $root/.venv/bin/python ]] || python=$root/.venv/bin/python
+
+names=()         # of the variables that --env hands over
+typed=()         # the words of the run, with configs where they lie here
+arguments=()     # the same, with configs where workers have them
+copies=()        # of configs that lie outside the checkout, below $root
+wide_flags=()    # for gcloud, from behind `--`: of every command
+create_flags=()  # of create
+connect_flags=() # of ssh and scp
+ssh_flags=()
+scp_flags=()
+track=()         # of gcloud: alpha
 
 # TorchTPU, where a worker has it, needs the hosts of the slice. Without them each host would train alone.
 # shellcheck disable=SC2016 # a worker expands it
@@ -63,41 +80,78 @@ say() {
     echo "${0##*/}: $*" >&2
 }
 
+refuse() {
+    say "$@"
+    exit 2
+}
+
 setup() { # copies this checkout, as it is on disk, and installs it
-    local root archive
-    root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-    archive=$root/build/portable_fsdp.tar.gz
+    local archive=$root/build/portable_fsdp.tar.gz
     call mkdir -p "$root/build" || return
     call tar --create --gzip --file="$archive" --directory="$root" \
-        --exclude=./.git --exclude='./.venv*' --exclude=./build --exclude=./runs . || return
+        --exclude=./.git --exclude='./.venv*' --exclude=./build --exclude=./runs . "${copies[@]}" || return
     to_workers "$archive" portable_fsdp.tar.gz || return
-    # The images of TPU VMs bring an older Python. apt waits for the upgrades that a new VM runs by itself.
-    on_workers all "set -e
+    # The images of TPU VMs bring an older Python. apt waits for the upgrades that a new VM runs by itself. uv knows where
+    # torch's wheels without CUDA are; those that pip finds bring gigabytes of libraries that no TPU uses.
+    on_workers all all "set -e
 sudo apt-get -o DPkg::Lock::Timeout=600 update
 sudo apt-get -o DPkg::Lock::Timeout=600 install -y python3.11-venv
 mkdir -p portable_fsdp
 rm -f portable_fsdp/build/installed
 tar --extract --gzip --file=portable_fsdp.tar.gz --directory=portable_fsdp
 cd portable_fsdp
+[ ! -e build/env ] || . build/env
 python3.11 -m venv .venv
-.venv/bin/python -m pip install --editable '.[$extra]' gcsfs
+.venv/bin/python -m pip install uv
+.venv/bin/uv pip install --python=.venv/bin/python --torch-backend=cpu --editable '.[$extra]' $packages
 mkdir -p build
-touch build/installed"
+echo '$extra $packages' > build/installed"
+}
+
+# The variables of --env go to each worker through the standard input of its ssh, into a file that only its user can read:
+# no argument, no log, no history and no file of this machine has their values. One worker after the other: with
+# --worker=all gcloud starts all its ssh on the same standard input, and one of them gets it. A file without its last line,
+# of a connection that broke, replaces none.
+hand_over() {
+    ((${#names[@]})) || return 0
+    local node worker count
+    local command="mkdir -p portable_fsdp/build && cd portable_fsdp/build && umask 077 && rm -f env.new && cat > env.new &&
+tail -n 1 env.new | grep -qx '# end' && mv env.new env"
+    if $dry_run; then
+        echo "# to each worker of each node, with the values on standard input: ${names[*]}"
+        on_workers NODE WORKER "$command"
+        return
+    fi
+    count=$(gcloud compute tpus tpu-vm describe "$first_node" "${where[@]}" --format='json(networkEndpoints)' |
+        grep -c '"ipAddress"') || return
+    for ((node = 0; node < slices; node++)); do
+        for ((worker = 0; worker < count; worker++)); do
+            exports | on_workers "$node" "$worker" "$command" || return
+        done
+    done
+}
+
+exports() { # printf is bash's own: no process has the values as arguments
+    local variable
+    for variable in "${names[@]}"; do printf 'export %s=%q\n' "$variable" "${!variable}"; done
+    echo '# end'
 }
 
 # The run belongs to no terminal: a lost connection doesn't end it, and the next try finds it and waits for its end.
 start() {
     # The arguments become part of a command line that another shell reads: each is quoted for it.
-    local arguments
-    arguments=$(printf ' %q' "$@")
-    on_workers all "cd portable_fsdp 2> /dev/null && [ -e build/installed ] || exit $not_set_up
+    local quoted load='' old=' build/env' there=''
+    quoted=$(printf ' %q' "$@")
+    if ((${#names[@]})); then load='. build/env || exit; ' old=''; fi
+    ((${#copies[@]} == 0)) || there=$(printf ' && [ -e %q ]' "${copies[@]}")
+    on_workers all all "cd portable_fsdp 2> /dev/null && grep -qsxF '$extra $packages' build/installed$there || exit $not_set_up
 ${slice}log=build/run.log
 touch \$log
 lines=\$(wc -l < \$log)
 if ! kill -0 \"\$(cat build/run.pid 2> /dev/null)\" 2> /dev/null; then
-    rm -f build/run.exit build/stop
-    PJRT_DEVICE=TPU setsid bash -c 'trap : TERM USR1; ${watch}\"\$@\"; echo \$? > build/run.exit; kill \$! 2> /dev/null' run \\
-        .venv/bin/python -m portable_fsdp.launch --device=tpu$arguments >> \$log 2>&1 < /dev/null &
+    rm -f build/run.exit build/stop$old
+    PJRT_DEVICE=TPU setsid bash -c '${load}trap : TERM USR1; ${watch}\"\$@\"; echo \$? > build/run.exit; kill \$! 2> /dev/null' run \\
+        .venv/bin/python -m portable_fsdp.launch --device=tpu$quoted >> \$log 2>&1 < /dev/null &
     echo \$! > build/run.pid
 fi
 tail --lines=+\$((lines + 1)) --follow --pid=\"\$(cat build/run.pid)\" \$log
@@ -107,22 +161,22 @@ exit \$code"
 }
 
 logs() {
-    on_workers 0 "tail --lines=100 --follow portable_fsdp/build/run.log"
+    on_workers 0 0 "tail --lines=100 --follow portable_fsdp/build/run.log"
 }
 
 stop() { # the run saves, and ends with 143
-    on_workers all "touch portable_fsdp/build/stop
+    on_workers all all "touch portable_fsdp/build/stop
 pkill --signal TERM --session \"\$(cat portable_fsdp/build/run.pid)\" --full portable_fsdp.launch"
 }
 
 doctor() {
-    on_workers all "cd portable_fsdp && PJRT_DEVICE=TPU .venv/bin/python -m portable_fsdp.doctor"
+    on_workers all all "cd portable_fsdp && PJRT_DEVICE=TPU .venv/bin/python -m portable_fsdp.doctor"
 }
 
 ask() { # runs a question for a state; that there is no such TPU is an answer, any other error is none
     local errors
-    { errors=$("$@" 2>&1 >&3) && return; } 3>&1
-    [[ $errors == *NOT_FOUND* ]] && return
+    { errors=$("$@" 2>&1 >&3) && return 0; } 3>&1 # in a trap a bare `return` has the status from before it
+    [[ $errors == *NOT_FOUND* ]] && return 0
     say "no answer from gcloud: $errors"
     return "$unknown"
 }
@@ -158,6 +212,7 @@ make_usable() { # creates the TPU where there is none, or one that is gone
 start_on_usable() {
     local code=0
     make_usable || return 1
+    hand_over || return 1
     start "$@" || code=$?
     if [[ $code == "$not_set_up" ]]; then
         setup || return 1
@@ -171,7 +226,9 @@ start_on_usable() {
 run() {
     local attempt code
     if $dry_run; then
-        [[ -z ${TPU_TYPE:-} ]] || { create && setup; }
+        [[ -z ${TPU_TYPE:-} ]] || create
+        hand_over
+        [[ -z ${TPU_TYPE:-} ]] || setup
         start "$@"
         return
     fi
@@ -192,6 +249,146 @@ run() {
     return 1
 }
 
+read_words() { # sorts the words of the command line: --env, those of the run, and behind `--` those of gcloud
+    local word list
+    while (($#)); do
+        word=$1
+        shift
+        case $word in
+        --) gcloud_flags "$@" && return ;;
+        --env) refuse "--env: write --env=NAME,..." ;;
+        --env=*)
+            IFS=, read -ra list <<< "${word#--env=}"
+            names+=("${list[@]}")
+            ;;
+        --config | --import) # as --config=FILE
+            copy_config "${1:-}"
+            typed+=("$word" "${1:-}")
+            arguments+=("$word" "$shipped")
+            [[ $# == 0 ]] || shift
+            ;;
+        --config=* | --import=*)
+            copy_config "${word#*=}"
+            typed+=("$word")
+            arguments+=("${word%%=*}=$shipped")
+            ;;
+        *)
+            typed+=("$word")
+            arguments+=("$word")
+            ;;
+        esac
+    done
+}
+
+check_names() {
+    local variable exported
+    exported=$'\n'$(compgen -e)$'\n'
+    for variable in "${names[@]}"; do
+        [[ $variable =~ ^[A-Za-z_][A-Za-z_0-9]*$ ]] ||
+            refuse "--env=${variable%%=*}: expected names of variables, without values: --env=HF_TOKEN,WANDB_API_KEY."
+        [[ $exported == *$'\n'$variable$'\n'* ]] || refuse "--env=$variable: $variable isn't set here. Set and export it first."
+    done
+}
+
+# The flags are those of Google's reference of gcloud; one that isn't named here is create's, which refuses what it doesn't
+# know before it creates anything.
+gcloud_flags() {
+    local word variable
+    for word in "$@"; do
+        case ${word%%=*} in
+        --zone) variable=TPU_ZONE ;;
+        --project) variable=TPU_PROJECT ;;
+        --accelerator-type | --type | --topology) variable=TPU_TYPE ;;
+        --version | --runtime-version) variable=TPU_VERSION ;;
+        --spot | --preemptible | --reserved | --best-effort | --guaranteed | --provisioning-model) variable=$capacity_variable ;;
+        --node-count) variable=TPU_SLICES ;;
+        --valid-until-duration | --valid-until-time) variable=TPU_VALID_UNTIL ;;
+        --node | --node-id | --node-prefix | --worker | --command | --output-directory | --recurse | --async | --dry-run | \
+            --format | --quiet | --queue-count) refuse "$word: contradicts ${0##*/}, which sets this flag itself." ;;
+        --tunnel-through-iap | --batch-size)
+            connect_flags+=("$word")
+            # shellcheck disable=SC2034 # tpu_vm.sh reads it
+            track=(alpha) # tpu-vm ssh has them in this track alone
+            continue
+            ;;
+        --internal-ip | --ssh-key-file | --ssh-key-expiration | --plain | \
+            --ssh-key-expire-after | --strict-host-key-checking | --force-key-file-overwrite)
+            connect_flags+=("$word")
+            continue
+            ;;
+        --ssh-flag) ssh_flags+=("$word") && continue ;;
+        --scp-flag | --compress) scp_flags+=("$word") && continue ;;
+        --account | --configuration | --impersonate-service-account | --billing-project | --verbosity)
+            where+=("$word")
+            wide_flags+=("$word")
+            continue
+            ;;
+        --*) create_flags+=("$word") && continue ;;
+        *) refuse "$word: expected a flag of gcloud behind --, with its value behind =: --network=mine." ;;
+        esac
+        refuse "$word: contradicts ${0##*/}; set $variable instead."
+    done
+}
+
+# Workers have the checkout alone: a config from elsewhere goes into the archive. Its new name has its checksum, so that a
+# worker with an older one is set up again. Sets `shipped`, the path on workers.
+copy_config() {
+    local path
+    shipped=$1
+    [[ -f $1 ]] || return 0 # the check says so
+    path=$(cd "$(dirname "$1")" && pwd -P)/${1##*/}
+    case $path in
+    "$root"/build/* | "$root"/runs/* | "$root"/.git/* | "$root"/.venv*) ;;
+    "$root"/*)
+        shipped=${path#"$root"/}
+        return
+        ;;
+    esac
+    shipped=build/configs/$(cksum < "$1" | cut -d ' ' -f 1)-${1##*/}
+    call mkdir -p "$root/build/configs"
+    call cp "$1" "$root/$shipped"
+    copies+=("$shipped")
+}
+
+check() { # of the config with the run's own words, here; ends with 2 for a mistake
+    local words=() engine=xla devices=auto hosts=auto cores=${TPU_TYPE:-} word explained
+    cores=${cores##*-}
+    [[ ,$extra, != *,torchtpu,* ]] || engine=native
+    [[ $cores =~ ^[0-9]+$ ]] && case $TPU_TYPE in # chips of a host (cloud.google.com/tpu/docs/supported-tpu-configurations)
+    v6e-[148] | v5litepod-[148]) devices=$cores hosts=1 ;;
+    v6e-* | v5litepod-*) devices=4 hosts=$((cores / 4)) ;;
+    v4-* | v5p-*) devices=4 hosts=$((cores / 8)) ;;
+    esac
+    [[ $hosts == auto ]] || hosts=$((hosts * slices))
+    for word in "$@"; do [[ $word == --verbose ]] || words+=("$word"); done # a flag of launch alone
+    words=(-m portable_fsdp.explain --strict --json --device=tpu --backend="$engine" --num_devices="$devices"
+        --num_hosts="$hosts" "${words[@]}")
+    if $dry_run; then
+        echo "# before anything else, here: python$(printf ' %q' "${words[@]}")"
+        return
+    fi
+    if [[ ${TPU_CHECK:-true} == false ]]; then
+        say "TPU_CHECK=false: a mistake in the config will only show on the TPU"
+        return
+    fi
+    here() { PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" "$@"; }
+    here -c 'import portable_fsdp.explain' 2> /dev/null ||
+        refuse "the config is checked here first, for which $python lacks packages: $python -m pip install pydantic PyYAML" \
+            "huggingface_hub. TPU_PYTHON=... names another Python (3.11 or newer), TPU_CHECK=false skips the check."
+    explained=$(here "${words[@]}") || exit
+    here "$root/launch/tpu_check.py" "$extra" "$packages" "${names[*]}" <<< "$explained" || exit
+}
+
+still_costs() { # when the script ends: names what is left, and the command that ends it
+    local code=$? there costs="may cost"
+    [[ $code != 0 || $action == run ]] || return 0
+    there=$(state 2> /dev/null) || there="no answer from gcloud"
+    [[ -n $there ]] || return 0
+    [[ $there != "$usable" ]] || costs=costs
+    say "$name in $zone ($there) is still there, and $costs money until you delete it:"
+    echo "  TPU_NAME=$name TPU_ZONE=$zone${project:+ TPU_PROJECT=$project} $0 delete${wide_flags[*]:+ -- ${wide_flags[*]}}" >&2
+}
+
 main() { # of the script that sources this
     dry_run=false
     if [[ ${1:-} == --dry-run ]]; then
@@ -199,23 +396,32 @@ main() { # of the script that sources this
         shift
     fi
     [[ -n $name && -n $zone && $# -gt 0 ]] || usage
-    if [[ ! $extra =~ ^(tpu|torchtpu)(,[a-z_0-9]+)*$ ]]; then
-        say "TPU_EXTRA=$extra: expected tpu or torchtpu, which other extras may follow (tpu,data)."
-        exit 2
+    action=$1
+    shift
+    if [[ ! $extra =~ ^(tpu|torchtpu)(,[a-z_0-9]+)*$ || $extra == *tpu*tpu* ]]; then
+        refuse "TPU_EXTRA=$extra: expected tpu or torchtpu, which other extras may follow (tpu,data)."
+    fi
+    [[ $packages =~ ^[A-Za-z0-9._\ -]+$ ]] || refuse "TPU_PACKAGES=$packages: expected names of packages, without versions."
+    read_words "$@"
+    [[ $action == run || ${#names[@]} == 0 ]] || refuse "--env: only \`run\` hands variables over."
+    check_names
+    if [[ $action == run || $action == create ]]; then
+        case ${TPU_TYPE:-} in
+        tpu7x-*) refuse "TPU_TYPE=$TPU_TYPE: Google has TPU7x on GKE alone, not as a TPU VM: launch/gke_jobset_tpu.yaml." ;;
+        esac
     fi
     $dry_run || command -v gcloud > /dev/null || { say "gcloud isn't installed" && exit 1; }
-    local action=$1
-    shift
-    case $action:$# in
+    case $action:${#arguments[@]} in
     run:0) usage ;;
-    run:*) run "$@" ;;
-    create:0)
-        [[ -n ${TPU_TYPE:-} ]] || usage
-        create
-        ;;
-    setup:0 | logs:0 | stop:0 | delete:0 | doctor:0) "$action" ;;
+    run:*) check "${typed[@]}" ;;
+    create:0) [[ -n ${TPU_TYPE:-} ]] || usage ;;
+    setup:0 | logs:0 | stop:0 | delete:0 | doctor:0) ;;
     *) usage ;;
     esac
+    case $dry_run:$action in
+    false:run | false:create | false:setup) trap still_costs EXIT ;;
+    esac
+    "$action" "${arguments[@]}"
 }
 
 # The image that fits a type of TPU (cloud.google.com/tpu/docs/runtimes).

@@ -109,7 +109,7 @@ def _explain(options: argparse.Namespace) -> str:
         _write(Path(options.write), translation(loaded))
     answers = _answers(requested or option_names(), deployments, loaded)
     if options.json:
-        return json.dumps(_json(answers, deployments, loaded), indent=2)
+        return json.dumps(_json(answers, deployments, loaded), indent=2, default=lambda part: part.model_dump())
     if loaded is None:
         return "\n".join(_text(answers, deployments, bool(requested), None))
     where = ", ".join(f"{d.engine} on {d.device}" for d in deployments) + _counts(deployments[0], loaded)

@@ -53,9 +53,10 @@ JOBSETS = {yaml.safe_load(file.read_text())["metadata"]["name"] for file in ROOT
 FORMS = [
     rf"make ({TARGETS})",
     rf"pip install '?\.(\[({'|'.join(EXTRAS)})\])?'?",
-    r"export( [A-Z_]+=\S+)+",
-    r"launch/tpu_(vm|queued_resource)\.sh (create|setup|logs|stop|delete|doctor)",
+    r"export( '?[A-Z_]+=[^']+)+'?",
+    r"launch/tpu_(vm|queued_resource)\.sh (create|setup|logs|stop|delete|doctor)( -- --internal-ip)?",
     r"kubectl apply -f launch/gke_jobset_\w+\.yaml",
+    rf"env '\|' grep .* '\|' kubectl create secret generic ({'|'.join(JOBSETS)}) --from-env-file=/dev/stdin",
     rf"kubectl logs --follow --prefix --selector=jobset\.sigs\.k8s\.io/jobset-name=({'|'.join(JOBSETS)})",
     r"sky jobs launch launch/skypilot_\w+\.yaml",
     r"docker build -f launch/Dockerfile\.(\w+) -t portable_fsdp:\1 \.",
@@ -78,7 +79,8 @@ def check(command: Command) -> None:
             | ["sbatch", "launch/slurm.sbatch", *arguments]
             | ["bash", "launch/slurm.sbatch", "--dry-run", *arguments]
         ):
-            check_launch(arguments, command.where)
+            ours = arguments[: arguments.index("--")] if "--" in arguments else arguments  # the rest is gcloud's
+            check_launch([word for word in ours if not word.startswith("--env=")], command.where)
         case ["python", "-m", "portable_fsdp.explain", *arguments]:
             run_explain(arguments)
         case ["python", "-m", "portable_fsdp.plan", *arguments]:

@@ -26,7 +26,7 @@ from portable_fsdp.convert.read import load_config
 LAUNCH, HERE = ROOT / "launch", Path(__file__).parent
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch", ROOT / ".ci/run"])
 JOBSETS = sorted(LAUNCH.glob("gke_jobset_*.yaml"))
-TRAINJOB = LAUNCH / "kubeflow_trainjob.yaml"
+TRAINJOBS = sorted(LAUNCH.glob("kubeflow_trainjob*.yaml"))
 SKY_TASKS = sorted(LAUNCH.glob("skypilot_*.yaml"))
 DOCKERFILES = sorted(LAUNCH.glob("Dockerfile.*"))
 ENDS_OF_A_RUN = {"exit 0": 0, "touch build/stop; exit 143": 143, "exit 143": 75, "exit 1": 1}  # of a worker's
@@ -55,12 +55,12 @@ def test_scripts_are_sound_bash() -> None:
 
 def play(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a line of bash in the checkout with the programs of `folder` and no others that could cost money."""
-    for name in ("bash", "dirname", "env", "sleep"):
+    for name in ("bash", "cksum", "cut", "dirname", "env", "sleep"):
         if not (folder / name).exists():
             (folder / name).symlink_to(Path("/usr/bin") / name)
     environment = {"PATH": str(folder), "FOLDER": str(folder)}
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
-    done.stdout = done.stdout.replace(str(ROOT), "ROOT")
+    done.stdout = done.stdout.replace(str(ROOT), "ROOT").replace(str(folder), "FOLDER")
     return done
 
 
@@ -87,7 +87,7 @@ def set_up_worker(folder: Path, python: str, *words: str) -> list[str]:
     """Make a checkout in `folder` whose Python is this script of bash; return what starts a run there."""
     program(folder / "portable_fsdp/.venv/bin", "python", python)
     (folder / "portable_fsdp/build").mkdir()
-    (folder / "portable_fsdp/build/installed").touch()
+    (folder / "portable_fsdp/build/installed").write_text("tpu gcsfs\n")
     (folder / "programs").mkdir(exist_ok=True)
     return ["bash", "-c", worker_line(folder / "programs", "run", *(words or ["--config=c.yaml"]))]
 
@@ -97,7 +97,7 @@ def test_a_worker_trains_outlives_its_connection_and_stops_on_request(tmp_path: 
     home = tmp_path / "it's $HOME"
     (home / "programs").mkdir(parents=True)
     endless = ["train.steps=100000", "train.log_every=1", "checkpoint.every=null"]
-    words = ["--device=cpu", f"--config={tiny_config(home)}", f"run.dir={home / 'run'}", *endless]
+    words = ["--device=cpu", f"--config=../{tiny_config(home).name}", f"run.dir={home / 'run'}", *endless]
     stop = ["bash", "-c", worker_line(home / "programs", "stop")]
     finish(["bash", "-c", worker_line(home / "programs", "run", *words)], home, 66)  # no checkout yet
     command = set_up_worker(home, f'PYTHONPATH="{ROOT}" exec "{sys.executable}" "$@"', *words)
@@ -195,7 +195,7 @@ SRUN = """
 echo "$@" >> calls
 (( $(wc -l < calls) < 3 )) || exit 0
 trap 'echo "{\\"step\\": 3}" > run/STOPPED; exit 1' TERM
-touch up
+[[ $HF_TOKEN == "of file" ]] && touch up
 while true; do sleep 0.05; done
 """
 
@@ -209,6 +209,12 @@ def test_a_slurm_job_that_is_to_end_saves_and_is_queued_again(tmp_path: Path) ->
     variables = HOST | slurm | {"PATH": f"{tmp_path / 'bin'}:{HOST['PATH']}"}
     command = ["bash", LAUNCH / "slurm.sbatch", "--device=cpu", f"--config={tiny_config(tmp_path)}"]
     assert "train.step: unknown key" in finish([*command, "train.step=1"], tmp_path, 2, **variables).err
+    secrets = tmp_path / "secrets"
+    secrets.write_text("HF_TOKEN='of file'\n")
+    secrets.chmod(0o640)
+    variables["ENV_FILE"] = str(secrets)
+    assert f"chmod 600 {secrets}" in finish(command, tmp_path, 2, **variables).err
+    secrets.chmod(0o600)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         with started(command, tmp_path, **variables) as life:
             life.wait_until((tmp_path / "up").exists)
@@ -226,7 +232,8 @@ def test_a_slurm_job_that_is_to_end_saves_and_is_queued_again(tmp_path: Path) ->
 
 
 def read(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text())
+    """The manifest; of several the last, which needs the others."""
+    return [*yaml.safe_load_all(path.read_text())][-1]
 
 
 def job(path: Path) -> dict[str, Any]:
@@ -235,26 +242,31 @@ def job(path: Path) -> dict[str, Any]:
 
 
 def container_of(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The container of a JobSet's pods, and its variables."""
-    [container] = job(path)["template"]["spec"]["containers"]
-    return container, {variable["name"]: variable["value"] for variable in container["env"]}
+    """The container of a JobSet's pods, or the trainer, and its variables but for those of a Secret."""
+    if path in TRAINJOBS:
+        container = read(path)["spec"]["trainer"]
+    else:
+        [container] = job(path)["template"]["spec"]["containers"]
+    secrets = {v["name"]: v["valueFrom"]["secretKeyRef"] for v in container["env"] if "valueFrom" in v}
+    names = ("HF_TOKEN", "WANDB_API_KEY")
+    assert secrets == {name: {"name": "portable-fsdp", "key": name, "optional": True} for name in names}
+    return container, {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("path", [*JOBSETS, *SKY_TASKS, TRAINJOB], ids=named)
+@pytest.mark.parametrize("path", [*JOBSETS, *SKY_TASKS, *TRAINJOBS], ids=named)
 def test_what_a_manifest_starts_trains(path: Path, tmp_path: Path) -> None:
     """On one process of the CPU, with a tiny config."""
     config, run = tiny_config(tmp_path), tmp_path / "run"
     small = ["--device=cpu", f"--config={config}", f"run.dir={run}", "train.steps=2"]
     (tmp_path / "launch").symlink_to(LAUNCH)
-    if path in JOBSETS:
+    if path not in SKY_TASKS:
         container, variables = container_of(path)
         command = [*container["command"], *small]
-    elif path == TRAINJOB:  # the variables that Kubeflow Trainer's torch plugin sets
-        torch_plugin = "NNODES=1 NODE_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29400 NPROC_PER_NODE=auto"
-        pairs = (word.partition("=") for word in torch_plugin.split())
-        variables = {f"PET_{name}": value for name, _, value in pairs} | {"NPROC_PER_NODE": "1"}
-        command = [*read(path)["spec"]["trainer"]["command"], *small]
+        if path.name == "kubeflow_trainjob.yaml":  # the variables that Kubeflow Trainer's torch plugin sets
+            torch_plugin = "NNODES=1 NODE_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29400 NPROC_PER_NODE=auto"
+            pairs = (word.partition("=") for word in torch_plugin.split())
+            variables |= {f"PET_{name}": value for name, _, value in pairs} | {"NPROC_PER_NODE": "1"}
     else:
         sky = {"NUM_NODES": "1", "NODE_IPS": "127.0.0.1\n127.0.0.2", "NUM_GPUS_PER_NODE": "1", "TASK_ID": "sky-1"}
         task = read(path)
@@ -268,23 +280,40 @@ def test_what_a_manifest_starts_trains(path: Path, tmp_path: Path) -> None:
     assert committed(run) == [2]
 
 
-@pytest.mark.parametrize("path", [*JOBSETS, *SKY_TASKS, TRAINJOB], ids=named)
+@pytest.mark.parametrize("path", [*JOBSETS, *SKY_TASKS, *TRAINJOBS], ids=named)
 def test_a_manifest_is_what_its_api_takes(path: Path) -> None:
-    """The schemas forbid keys that they don't name. A TrainJob's are the models of kubeflow-trainer-api 2.3.0."""
-    if path == TRAINJOB:
-        spec = read(TRAINJOB)["spec"]
-        trainer = spec["trainer"]
-        assert (spec.keys(), spec["runtimeRef"]) == ({"runtimeRef", "trainer"}, {"name": "torch-distributed"})
-        fields = {"args", "command", "env", "image", "numNodes", "numProcPerNode", "resourcesPerNode"}
-        assert trainer.keys() <= fields
-        assert trainer["command"] == ["launch/torchrun.sh"]
+    """The schemas forbid keys that they don't name."""
+    schema = json.loads((HERE / f"{'skypilot' if path in SKY_TASKS else 'jobset'}_schema.json").read_text())
+    wrong = re.sub(r"(restartPolicy|num_nodes|runtimeRef):", r"\1s:", path.read_text())
+
+    def errors(text: str) -> list[str]:
+        return [
+            error.message
+            for each in yaml.safe_load_all(text)
+            for error in jsonschema.Draft202012Validator(
+                schema | ({"$ref": f"#/$defs/{each['kind']}"} if "kind" in each else {})
+            ).iter_errors(each)
+        ]
+
+    assert errors(path.read_text()) == []
+    assert errors(wrong)
+    if path in TRAINJOBS:
+        trainer, reference = container_of(path)[0], read(path)["spec"]["runtimeRef"]
         config, *overrides = trainer["args"]
         assert load_config(ROOT / config.removeprefix("--config="), overrides).checkpoint.dir == "gs://BUCKET/llama_1b"
-        return
-    schema = json.loads((HERE / f"{'jobset' if path in JOBSETS else 'skypilot'}_schema.json").read_text())
-    assert [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(read(path))] == []
-    wrong = yaml.safe_load(re.sub(r"(restartPolicy|num_nodes):", r"\1s:", path.read_text()))
-    assert [*jsonschema.Draft202012Validator(schema).iter_errors(wrong)]
+        if "tpu" not in path.name:
+            assert (trainer["command"], reference) == (["launch/torchrun.sh"], {"name": "torch-distributed"})
+            return
+        runtime = next(yaml.safe_load_all(path.read_text()))
+        assert (runtime["kind"], runtime["metadata"]["name"]) == (reference["kind"], reference["name"])
+        [node] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+        pod, jobset = node["template"]["spec"]["template"]["spec"], read(LAUNCH / "gke_jobset_tpu.yaml")["spec"]
+        assert runtime["spec"]["template"]["spec"]["failurePolicy"] == jobset["failurePolicy"]
+        sides = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+        chips = trainer["resourcesPerNode"]["limits"]["google.com/tpu"]
+        assert math.prod(map(int, sides)) == trainer["numNodes"] * chips
+        # The container that Trainer fills in, of the job that it looks for.
+        assert [container["name"] for container in pod["containers"]] == [node["name"]] == ["node"]
     if path.name == "skypilot_tpu.yaml":
         assert read(path)["num_nodes"] == 1
         assert read(path)["resources"]["job_recovery"]["recover_on_exit_codes"] == [143]
@@ -326,10 +355,11 @@ def test_what_the_schema_of_a_jobset_cannot_say(path: Path) -> None:
 @pytest.mark.parametrize("path", [*DOCKERFILES, *SKY_TASKS, LAUNCH / "tpu_workers.sh"], ids=named)
 def test_a_dockerfile_fits_the_project_and_the_extras_that_are_installed_exist(path: Path) -> None:
     text = path.read_text()
-    [line] = re.findall(r"pip install (?:--[a-z-]+ )*(.*)", text)
+    [line] = re.findall(r"pip install (?:--[a-z-]+(?:=\S+)? )*(['\"]?\..*)", text)
+    assert ("tpu" in path.name) == ("--torch-backend=cpu" in text), "TPUs have no use for CUDA's libraries"
     if default := re.search(r"(?:ARG EXTRA=|EXTRA: |TPU_EXTRA:-)(\w+)", text):
         assert "torchtpu" in text
-        line = re.sub(r"\$extra|\$EXTRA", default[1], line)
+        line = re.sub(r"\$extra|\$EXTRA", default[1], line).replace("$packages", "gcsfs")
     ours, *others = shlex.split(line.removesuffix('"') if line.count('"') % 2 else line)
     extra = re.fullmatch(r"\.(?:\[(\w+)\])?", ours)
     assert extra

@@ -1,4 +1,5 @@
-"""A model hub on loopback: the four routes that huggingface_hub asks when it downloads a repository's files."""
+"""A model hub on loopback: the routes that huggingface_hub asks when it downloads a repository's files, and one about
+its leave."""
 
 import hashlib
 import json
@@ -44,6 +45,8 @@ class Hub:
             repo, kind, revision = "/".join(parts[:2]), parts[2], parts[3]
         if repo not in self.repos:
             return 404, {"X-Error-Code": "RepoNotFound"}, b"Repository not found"
+        if kind == "auth-check":
+            return (403, {"X-Error-Code": "GatedRepo"}, b"Restricted") if repo in self.gated else (200, {}, b"OK")
         if revision not in ("main", "v1", COMMIT):
             return 404, {"X-Error-Code": "RevisionNotFound"}, b"Revision not found"
         if kind == "revision":
