@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.open import open_backend as open_backend
+    from portable_fsdp.checkpoint.__main__ import export as export
     from portable_fsdp.checkpoint.manager import Checkpoints as Checkpoints
     from portable_fsdp.config.load import make_config as make_config
     from portable_fsdp.convert.read import load_config as load_config
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "backends.open": ("open_backend",),
+    "checkpoint.__main__": ("export",),
     "checkpoint.manager": ("Checkpoints",),
     "config.load": ("make_config",),
     "convert.read": ("load_config",),

@@ -6,7 +6,7 @@ import portable_fsdp
 
 NAMES = [
     *("Checkpoints", "build_data", "build_evaluator", "build_model", "build_training", "errors_as_sentences"),
-    *("learning_rate", "load_config", "make_config", "open_backend", "open_batches", "open_checkpoints"),
+    *("export", "learning_rate", "load_config", "make_config", "open_backend", "open_batches", "open_checkpoints"),
     *("register_static_attention", "shard", "shard_model", "total_steps", "train_step"),
 ]
 
