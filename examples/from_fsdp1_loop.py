@@ -65,8 +65,8 @@ def main(device: str = "auto", backend: str = "auto", devices: str = "") -> None
             sampler.set_epoch(epoch)
             total = 0.0
             batches = [engine.place({"x": x, "labels": labels}) for x, labels in loader]
-            for first, second in zip(batches[::2], batches[1::2]):
-                total += engine.fetch(train([first, second])).result()["loss"].item()
+            for first in range(0, len(batches), 2):
+                total += engine.fetch(train(batches[first : first + 2])).result()["loss"].item()
             if engine.process.index == 0:
                 print(f"epoch {epoch + 1}: loss {total / (len(loader) // 2):.7g}")
         with pf.Checkpoints("runs/from_fsdp1_loop", engine, config={}, model_config=None) as checkpoints:

@@ -1,4 +1,4 @@
-"""A training loop on FSDP1; from_fsdp1_loop.py beside it is the same on portable_fsdp. torchrun --nproc_per_node=2 THIS"""
+"""A loop on FSDP1; from_fsdp1_loop.py is the same on portable_fsdp. torchrun --standalone --nproc_per_node=2 THIS"""
 
 import os
 from contextlib import nullcontext

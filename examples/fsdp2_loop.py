@@ -1,7 +1,8 @@
 """A loop on FSDP2; from_fsdp2_loop.py is the same on portable_fsdp. torchrun --standalone --nproc_per_node=2 THIS"""
+# pyright: reportPrivateImportUsage=false
 
 import os
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,10 +54,10 @@ def main() -> None:
         fully_shard(unit, mesh=mesh, reshard_after_forward=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = CosineAnnealingLR(optimizer, T_max=30, eta_min=3e-4)
-    begin, folder = 0, Path("runs/fsdp2_loop")
-    if folder.exists():
+    begin, folder = 0, "runs/fsdp2_loop"
+    if os.path.exists(folder):
         weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments, "schedule": schedule.state_dict(), "epoch": 0}
+        state: dict[str, Any] = {"model": weights, "optimizer": moments, "schedule": schedule.state_dict(), "epoch": 0}
         dcp.load(state, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         schedule.load_state_dict(state["schedule"])

@@ -179,7 +179,7 @@ def _diff(options: argparse.Namespace) -> int:
 def export(
     path: Path | str,
     target: Path | str,
-    format: str = "huggingface",
+    format: str = "huggingface",  # noqa: A002
     *,
     model: str = "",
     dtype: str | None = None,
