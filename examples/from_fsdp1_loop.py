@@ -61,18 +61,21 @@ def main(device: str = "auto", backend: str = "auto", devices: str = "") -> None
         rows = TensorDataset(x, x[:, :4].argmax(dim=1))
         sampler = DistributedSampler(rows, world, rank)
         loader = DataLoader(rows, batch_size=24 // world, sampler=sampler)
-        for epoch in range(3):
-            sampler.set_epoch(epoch)
-            total = 0.0
-            batches = [engine.place({"x": x, "labels": labels}) for x, labels in loader]
-            for first in range(0, len(batches), 2):
-                total += engine.fetch(train(batches[first : first + 2])).result()["loss"].item()
-            if engine.process.index == 0:
-                print(f"epoch {epoch + 1}: loss {total / (len(loader) // 2):.7g}")
-        with pf.Checkpoints("runs/from_fsdp1_loop", engine, config={}, model_config=None) as checkpoints:
-            folder = checkpoints.save(30, model, optimizer, position=(3, 0))
-            if engine.process.index == 0:
-                pf.export(folder, "runs/from_fsdp1_loop.safetensors", "safetensors")
+        folder = f"runs/from_fsdp1_{engine.name}"
+        with pf.Checkpoints(folder, engine, config={}, model_config=None) as checkpoints:
+            point = checkpoints.find("auto")
+            begin = checkpoints.load(point, model, optimizer).position[0] if point else 0
+            for epoch in range(begin, 3):
+                sampler.set_epoch(epoch)
+                total = 0.0
+                batches = [engine.place({"x": x, "labels": labels}) for x, labels in loader]
+                for first in range(0, len(batches), 2):
+                    total += engine.fetch(train(batches[first : first + 2])).result()["loss"].item()
+                if engine.process.index == 0:
+                    print(f"epoch {epoch + 1}: loss {total / (len(loader) // 2):.7g}")
+                checkpoints.save((epoch + 1) * len(loader) // 2, model, optimizer, (epoch + 1, 0))
+        if engine.process.index == 0 and begin < 3:  # an export never replaces a file
+            pf.export(folder, f"{folder}.safetensors", "safetensors")
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def parse_file(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]
         if path.suffix in (".py", ".sh", ".ipynb"):
             raise ConfigError(
                 f"{path}: a script, not a config: expected a YAML or JSON file.\n  Start the script itself, or write a "
-                "config (docs/from_fsdp.md). TrainingArguments become one by to_json_string(): --config or --import."
+                "config (docs/from_fsdp.md). Save TrainingArguments by args.to_json_string(), for --import."
             )
         # JSON may be indented with tabs, YAML may not.
         node, values = parse(text.replace("\t", " ") if text.lstrip().startswith("{") else text)
