@@ -37,7 +37,8 @@ class Net(nn.Module):
 
 
 def main(device: str = "auto", backend: str = "auto", devices: str = "") -> None:
-    config = pf.make_config(sharding={"strategy": "FULL_SHARD", "wrap_classes": ["Block"]})
+    sharding = {"strategy": "FULL_SHARD", "wrap_classes": ["Block"], "sync_each_micro_batch": False}
+    config = pf.make_config(sharding=sharding)
     with pf.open_backend(config, device=device, backend=backend, num_devices=int(devices or 0) or None) as engine:
         rank, world = engine.data_shard.index, engine.data_shard.count
         model = pf.shard_model(Net, config, engine)
@@ -67,12 +68,11 @@ def main(device: str = "auto", backend: str = "auto", devices: str = "") -> None
             begin = checkpoints.load(point, model, optimizer).position[0] if point else 0
             for epoch in range(begin, 3):
                 sampler.set_epoch(epoch)
-                total = 0.0
                 batches = [engine.place({"x": x, "labels": labels}) for x, labels in loader]
-                for first in range(0, len(batches), 2):
-                    total += engine.fetch(train(batches[first : first + 2])).result()["loss"].item()
-                if engine.process.index == 0:
-                    print(f"epoch {epoch + 1}: loss {total / (len(loader) // 2):.7g}")
+                metrics = [engine.fetch(train(batches[first : first + 2])) for first in range(0, len(batches), 2)]
+                if engine.process.index == 0:  # which waits for the device here alone
+                    losses = [each.result()["loss"].item() for each in metrics]
+                    print(f"epoch {epoch + 1}: loss {sum(losses) / len(losses):.7g}")
                 checkpoints.save((epoch + 1) * len(loader) // 2, model, optimizer, (epoch + 1, 0))
         if engine.process.index == 0 and begin < 3:  # an export never replaces a file
             pf.export(folder, f"{folder}.safetensors", "safetensors")

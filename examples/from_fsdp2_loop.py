@@ -1,6 +1,7 @@
 """fsdp2_loop.py on portable_fsdp: python THIS cpu xla 2, or torchrun --standalone --nproc_per_node=2 THIS cpu native"""
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,13 +67,13 @@ def main(device: str = "auto", backend: str = "auto", devices: str = "") -> None
                 begin = checkpoints.load(point, model, optimizer, objects).position[0]
             for epoch in range(begin, 3):
                 sampler.set_epoch(epoch)
-                total = 0.0
+                metrics = list[Any]()
                 for x, labels in loader:
-                    metrics = train(engine.place({"x": x, "labels": labels}))
+                    metrics.append(engine.fetch(train(engine.place({"x": x, "labels": labels}))))
                     schedule.step()
-                    total += engine.fetch(metrics).result()["loss"].item()
-                if engine.process.index == 0:
-                    print(f"epoch {epoch + 1}: loss {total / len(loader):.7g}")
+                if engine.process.index == 0:  # which waits for the device here alone
+                    losses = [each.result()["loss"].item() for each in metrics]
+                    print(f"epoch {epoch + 1}: loss {sum(losses) / len(losses):.7g}")
                 checkpoints.save((epoch + 1) * len(loader), model, optimizer, (epoch + 1, 0), objects=objects)
 
 
