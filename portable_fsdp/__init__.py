@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.open import open_backend as open_backend
+    from portable_fsdp.checkpoint.__main__ import export as export
     from portable_fsdp.checkpoint.manager import Checkpoints as Checkpoints
     from portable_fsdp.config.load import make_config as make_config
     from portable_fsdp.convert.read import load_config as load_config
@@ -30,29 +31,26 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "backends.open": ("open_backend",),
-    "checkpoint.manager": ("Checkpoints",),
-    "config.load": ("make_config",),
-    "convert.read": ("load_config",),
-    "data.build": ("build_data",),
-    "models.attention": ("register_static_attention",),
-    "models.build": ("build_model",),
-    "optim.optimizer": ("learning_rate",),
-    "runtime.command": ("errors_as_sentences",),
-    "train.build": (
-        *("build_evaluator", "build_training", "open_batches", "open_checkpoints"),
-        *("shard", "shard_model", "total_steps"),
-    ),
-    "train.step": ("train_step",),
+    "backends.open": "open_backend",
+    "checkpoint.__main__": "export",
+    "checkpoint.manager": "Checkpoints",
+    "config.load": "make_config",
+    "convert.read": "load_config",
+    "data.build": "build_data",
+    "models.attention": "register_static_attention",
+    "models.build": "build_model",
+    "optim.optimizer": "learning_rate",
+    "runtime.command": "errors_as_sentences",
+    "train.build": "build_evaluator build_training open_batches open_checkpoints shard shard_model total_steps",
+    "train.step": "train_step",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":  # for `import *`
-        return [name for names in _HOMES.values() for name in names]
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        return [name for names in _HOMES.values() for name in names.split()]
+    if home := next((module for module, names in _HOMES.items() if name in names.split()), ""):
+        return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

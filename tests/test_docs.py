@@ -1,6 +1,8 @@
 """What the documents say holds: commands parse, links lead somewhere, keys, tables and versions are the project's."""
 
 import contextlib
+import importlib
+import inspect
 import math
 import re
 import runpy
@@ -20,7 +22,9 @@ from documented import PAGES, ROOT, Command, blocks, commands, program_of
 from pydantic import ValidationError
 from torch.utils.data import default_collate
 
+import portable_fsdp
 from portable_fsdp import doctor, explain, launch, sample
+from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import ENGINES, engines_on, require_names, spec_of, usual_engine
 from portable_fsdp.backends.refusals import Deployment, verdicts
 from portable_fsdp.checkpoint import __main__ as checkpoint
@@ -100,9 +104,11 @@ def check(command: Command) -> None:
             load_config(ROOT / values.config, values.overrides)
         case ["python", "-m", module, *arguments] if module in PARSED:
             PARSED[module]().parse_args(arguments)
-        case ["python", "examples/accelerate_loop.py"]:
+        case ["python", "examples/accelerate_loop.py" | "examples/fsdp1_loop.py" | "examples/fsdp2_loop.py"]:
             pass
-        case ["python", "examples/own_rows.py" | "examples/ported_loop.py", device, backend, *_]:
+        case ["python", script, device, backend, *_] if re.search(
+            r"/(own_rows|ported_loop|from_fsdp._loop)\.py$", script
+        ):
             require_names(device, backend)
         case ["python", "examples/own_loop.py", path, device, backend, *overrides]:
             require_names(device, backend)
@@ -330,3 +336,87 @@ def test_our_side_of_a_row_of_migrating_is_the_schemas(tmp_path: Path) -> None:
     keys = [key for cells in rows_of(section, "their key") for key in re.findall(r"`(.+?)`", cells[0])]
     assert len(keys) >= 15
     assert [key for key in keys if find_anywhere(ACCELERATE, key) is None] == []
+
+
+OF_TORCH = (
+    *("torch.distributed.fsdp", "torch.distributed.fsdp.wrap", "torch.distributed.checkpoint.state_dict"),
+    *("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "torch.distributed.device_mesh"),
+    "torch.utils.data",
+)
+ALIASES = {"FSDP": "FullyShardedDataParallel", "dcp": "checkpoint"}
+WHOLE = ("FSDP", "MixedPrecision", "CPUOffload", "fully_shard", "MixedPrecisionPolicy", "CPUOffloadPolicy")
+ELSEWHERE = {"FSDP(module=)", "FSDP(sharding_strategy=)", "fully_shard(module=)"}
+WORDS = """
+ShardingStrategy.FULL_SHARD ShardingStrategy.SHARD_GRAD_OP ShardingStrategy.NO_SHARD ShardingStrategy.HYBRID_SHARD
+ShardingStrategy._HYBRID_SHARD_ZERO2 size_based_auto_wrap_policy transformer_auto_wrap_policy ModuleWrapPolicy
+BackwardPrefetch.BACKWARD_PRE BackwardPrefetch.BACKWARD_POST FSDP.no_sync FSDP.clip_grad_norm_ FSDP.summon_full_params
+FSDP.state_dict_type StateDictType.FULL_STATE_DICT StateDictType.SHARDED_STATE_DICT StateDictType.LOCAL_STATE_DICT
+FullStateDictConfig ShardedStateDictConfig LocalStateDictConfig FullOptimStateDictConfig ShardedOptimStateDictConfig
+FSDP.optim_state_dict apply_activation_checkpointing DistributedSampler.set_epoch XlaFullyShardedDataParallel
+XlaFullyShardedDataParallel(reshard_after_forward=) checkpoint_module consolidate_sharded_model_checkpoints fully_shard
+FSDPModule.set_modules_to_forward_prefetch FSDPModule.set_modules_to_backward_prefetch FSDPModule.unshard
+FSDPModule.reshard FSDPModule.set_requires_gradient_sync FSDPModule.set_is_last_backward get_model_state_dict
+StateDictOptions(full_state_dict=) StateDictOptions(cpu_offload=) StateDictOptions(ignore_frozen_params=)
+StateDictOptions(keep_submodule_prefixes=) StateDictOptions(strict=) StateDictOptions(broadcast_from_rank0=)
+StateDictOptions(flatten_optimizer_state_dict=) dcp.save dcp.load init_device_mesh
+"""
+
+
+def of_torch(name: str) -> Any:
+    """What a name of from_fsdp.md means in the installed torch; fails where it means nothing."""
+    path, _, argument = name.removesuffix("=)").partition("(")
+    first, *rest = (ALIASES.get(part, part) for part in path.split("."))
+    homes = [importlib.import_module(home) for home in ("torch.distributed", *OF_TORCH)]
+    value: Any = next((getattr(home, first) for home in homes if hasattr(home, first)), None)
+    for part in rest:
+        value = getattr(value, part, None)
+    assert value is not None, f"{name}: torch has no such name"
+    assert not argument or argument in inspect.signature(value).parameters, f"{name}: no such argument"
+    return value
+
+
+def words_of_fsdp() -> tuple[list[list[str]], set[str], set[str]]:
+    """The rows of from_fsdp.md, the words of torch in their first column, and those of torch_xla."""
+    parts = text_of("from_fsdp.md").split("| theirs |")[1:]
+    fsdp1, of_xla, fsdp2 = (list(rows_of(f"| theirs |{part}", "theirs")) for part in parts)
+
+    def words(rows: list[list[str]]) -> set[str]:
+        return {name for theirs, *_ in rows for name in re.findall(r"`(.+?)`", theirs)}
+
+    return fsdp1 + of_xla + fsdp2, words(fsdp1 + fsdp2), words(of_xla)
+
+
+@pytest.mark.xla
+def test_each_word_of_xlas_fsdp_is_torch_xlas() -> None:
+    """In a process of its own: torch_xla sets variables of its process."""
+    names = [name.removesuffix("=)").partition("(")[::2] for name in words_of_fsdp()[2]]
+    checks = [f"assert {argument!r} in ('', *inspect.signature(fsdp.{name}).parameters)" for name, argument in names]
+    code = "\n".join(["import inspect", "from torch_xla.distributed import fsdp", *checks])
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+
+
+def test_each_word_of_fsdp_is_torchs_and_our_side_is_ours(tmp_path: Path) -> None:
+    rows, words, of_xla = words_of_fsdp()
+    arguments = {f"{name}({argument}=)" for name in WHOLE for argument in inspect.signature(of_torch(name)).parameters}
+    assert ({*WORDS.split()} | arguments) - ELSEWHERE - words - of_xla == set()
+    assert all(of_torch(name) for name in words)
+    parser, overrides = launch._parser(), set[str]()
+    for theirs, ours, remark in rows:
+        items = re.findall(r"`(.+?)`", ours)
+        assert items or ours.startswith(("no counterpart: ", "the same")), theirs
+        for item in [
+            *items,
+            *(hint for hint in re.findall(r"`(.+?)`", remark) if re.match(r"--|[a-z_0-9]+\.\w", hint)),
+        ]:
+            owner, _, name = item.partition("=")[0].partition(".")
+            owners = {"pf": portable_fsdp, "engine": Backend, "checkpoints": portable_fsdp.Checkpoints}
+            if item.startswith("--"):
+                assert owner in parser._option_string_actions, item
+            elif owner in owners:
+                assert hasattr(owners[owner], name), item
+            else:
+                assert f"{owner}.{name}" in option_names(), f"{theirs}: {item} is no key of ours"
+                overrides |= {item} if "=" in item else set()
+    assert len(overrides) > 25
+    for override in overrides:
+        small_config(tmp_path, overrides=[override])

@@ -176,7 +176,40 @@ def _diff(options: argparse.Namespace) -> int:
     return errors.EXIT_FINISHED if compared["is_equal"] else errors.EXIT_FAILED
 
 
+def export(
+    path: Path | str,
+    target: Path | str,
+    format: str = "huggingface",  # noqa: A002
+    *,
+    model: str = "",
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+    base: str | None = None,
+) -> Path:
+    """Write a checkpoint in another format, as the command `checkpoint export` does; call it in one process, after the
+    commit. Returns the checkpoint: `path`, or the best one of a run by its evaluations.
+
+    `path`: a checkpoint's folder or a run's, or its URL. `target`: a new or earlier export's local folder, or a new
+    file. `format`: huggingface, dcp, safetensors or peft. `model`: the one of several models to export, or a module of
+    it. `dtype`: float32, bfloat16 or float16; None: as saved. `tokenizer`: its folder, or none. `base`: the adapters'
+    base model, if it has moved. Raises CheckpointError: no or a damaged checkpoint, a target that holds other files or
+    can't be written, or a format that can't hold the checkpoint.
+    """
+    for name, value, values in (("format", format, EXPORTS), ("dtype", dtype or _DTYPES[0], _DTYPES)):
+        if value not in values:
+            raise CheckpointError(f"export: {name}={value!r}: expected one of {', '.join(values)}.")
+    settings = {"format": format, "model": model, "dtype": dtype, "tokenizer": tokenizer, "base": base}
+    return _exported(argparse.Namespace(path=locate(path), target=_local(str(target)), **settings))[0]
+
+
 def _export(options: argparse.Namespace) -> None:
+    path, reason = _exported(options)
+    data = {"checkpoint": str(path), "target": str(options.target), "format": options.format}
+    _print(options, data, f"{path}{reason}: exported to {options.target}")
+
+
+def _exported(options: argparse.Namespace) -> tuple[Path, str]:
+    """Export; return the checkpoint, and why it is this one."""
     newest = resolve(options.path)
     is_run = newest != options.path.resolve()
     path, reason = manifests.best_checkpoint(newest, read_manifest(newest).evaluation if is_run else None)
@@ -194,8 +227,7 @@ def _export(options: argparse.Namespace) -> None:
     except OSError as error:
         cause = f"{error}{commit.cause_of(error, options.target.parent)}"
         raise CheckpointError(f"export to {options.target}: can't be written: {cause}") from error
-    data = {"checkpoint": str(path), "target": str(options.target), "format": options.format}
-    _print(options, data, f"{path}{reason}: exported to {options.target}")
+    return path, reason
 
 
 def _require_format(options: argparse.Namespace, manifest: Manifest) -> None:

@@ -174,11 +174,12 @@ def expected_key(schema: FieldInfo) -> str:
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _STRATEGIES = {"zero3": "FULL_SHARD", "zero2": "SHARD_GRAD_OP", "ddp": "NO_SHARD", "hsdp": "HYBRID_SHARD"}
+_RESHARD = {"true": "sharding.strategy=FULL_SHARD", "false": "sharding.strategy=SHARD_GRAD_OP"}
 _SCHEDULES = {"cosine_with_restarts": "cosine", "constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
 _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw8bit"}
 _ATTENTION = {"flash_attention_2": "auto", "flash_attention_3": "auto", "flash_attn": "auto", "flash": "auto"}
 _FORMATS = {"sharegpt": "chat", "chatml": "chat", "messages": "chat", "alpaca": "instruction"}
-_OTHER_WORDS = _DTYPES | _STRATEGIES | _SCHEDULES | _OPTIMIZERS | _ATTENTION | _FORMATS
+_OTHER_WORDS = _DTYPES | _STRATEGIES | _RESHARD | _SCHEDULES | _OPTIMIZERS | _ATTENTION | _FORMATS
 
 
 def typing_hint(schema: FieldInfo, value: object) -> str:
@@ -187,7 +188,8 @@ def typing_hint(schema: FieldInfo, value: object) -> str:
     if _item(annotation) and not _listed_section(annotation) and isinstance(value, str):
         return f"; a list of one is [{value}]"
     takes_text = annotation is str or (origin in (Union, UnionType) and str in get_args(annotation))
-    if (word := _OTHER_WORDS.get(str(value).lower(), "-")) in expected(schema):
+    place = schema.description or "" if isinstance(value, bool) else expected(schema)
+    if (word := _OTHER_WORDS.get(str(value).lower(), "-")) in place:
         return f"; write {word}"
     if (takes_text or origin is Literal) and isinstance(value, bool):
         return f", which YAML reads as the boolean {str(value).lower()}; in quotes it is text"

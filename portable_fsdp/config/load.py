@@ -123,6 +123,11 @@ def parse_file(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
+        if path.suffix in (".py", ".sh", ".ipynb"):
+            raise ConfigError(
+                f"{path}: a script, not a config: expected a YAML or JSON file.\n  Start the script itself, or write a "
+                "config (docs/from_fsdp.md). Save TrainingArguments by args.to_json_string(), for --import."
+            )
         # JSON may be indented with tabs, YAML may not.
         node, values = parse(text.replace("\t", " ") if text.lstrip().startswith("{") else text)
     except (FileNotFoundError, IsADirectoryError) as error:
@@ -139,11 +144,6 @@ def parse_file(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{line}: invalid YAML: {problem_of(error)}.") from None
-    if path.suffix in (".py", ".sh", ".ipynb"):
-        raise ConfigError(
-            f"{path}: a script, not a config: expected a YAML or JSON file.\n  Name a config, which may name your own "
-            "code (model.factory=module:function), or start the script itself."
-        )
     if not isinstance(node, MappingNode) or not isinstance(values, dict):
         actual = "nothing" if node is None else LayeredValues(path).value_text((), values)
         holds = holds or f"expected a mapping of sections ({', '.join(Config.model_fields)})"

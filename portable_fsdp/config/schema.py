@@ -290,8 +290,8 @@ class Sharding(Section):
     )
     """number of replicas under HYBRID_SHARD*; null: one per host"""
     reshard_after_forward: int | None = Field(default=None, ge=2)
-    """after forward, reshard parameters over this many devices only (between FULL_SHARD and SHARD_GRAD_OP); null: as
-    the strategy"""
+    """after forward, reshard parameters over this many devices only; null: as the strategy; torch's true is
+    sharding.strategy=FULL_SHARD here, false sharding.strategy=SHARD_GRAD_OP"""
     expert: int = Field(default=1, ge=1)
     """expert parallelism: this many devices divide the experts of a mixture, and exchange tokens in each layer"""
     expert_capacity: Annotated[float | None, Needs("sharding.expert")] = Field(default=None, ge=1)

@@ -35,6 +35,7 @@ from portable_fsdp.convert.table import (
     nested_place,
     option_meant,
     outcome_of,
+    torch_hint,
 )
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.launchers import is_by_accelerate
@@ -136,9 +137,11 @@ def _read_import(path: Path) -> tuple[Path, MappingNode]:
 
 def _hint(key: Key) -> str:
     """Return a hint for an unknown key of our config."""
+    *sections, name = key
+    if len(sections) < 2 and (hint := torch_hint(name)):
+        return hint
     if len(key) == 1 and (find(ACCELERATE, key[0]) or nested_place(ACCELERATE, key[0])):
         return "a key of accelerate: pass its file by --import=FILE"
-    *sections, name = key
     option = option_meant(name) if len(sections) < 2 else ""
     return nearest(tuple(option.split(".")) if option else key)
 

@@ -113,6 +113,7 @@ class KeyTable(NamedTuple):
     training_defaults: Mapping[str, str]  # key of TrainingArguments -> its default
     flags: Mapping[str, str]  # `name=alias` -> what to write here; {} stands for the value
     unused: Mapping[str, str]  # fact or option -> why it may set nothing
+    torch: Mapping[str, str]  # `word=alias` of torch's FSDP -> what to write here
     nested: list[str]  # names of mappings in a file; each is also the place of its keys
 
 
@@ -129,7 +130,8 @@ def key_table() -> KeyTable:
         keys += [row.model_copy(update={"name": name, "aliases": tuple(aliases)}) for name, *aliases in names]
     nested = [place for place in rows if place not in _NO_MAPPINGS]
     mappings = {
-        name: parsed[name] for name in ("prefixes", "families", "defaults", "training_defaults", "flags", "unused")
+        name: parsed[name]
+        for name in ("prefixes", "families", "defaults", "training_defaults", "flags", "unused", "torch")
     }
     return KeyTable(keys=tuple(keys), nested=nested, **mappings)
 
@@ -178,6 +180,11 @@ def option_meant(key: str) -> str:
 _OPTIONS_OF_FACTS = {"~strategy": "sharding.strategy", "~mixed": "precision.compute"}
 
 
+def torch_hint(name: str) -> str:
+    """Return what to write for a word of torch's FSDP, or an empty string."""
+    return next((hint for words, hint in key_table().torch.items() if plain_name(name) in words.split("=")), "")
+
+
 def flag_hint(name: str, value: str) -> str:
     """Return the override, or the reason, for a flag of the Trainer, accelerate, or an option without its section.
 
@@ -192,7 +199,7 @@ def flag_hint(name: str, value: str) -> str:
         if not ours and nested_place("", name):
             return "a file of accelerate or the Trainer: --import=FILE"
         overrides = [f"{option}={value or '...'}" for option in ours]
-        return f"here an override: {' or '.join(overrides)}" if ours else ""
+        return f"here an override: {' or '.join(overrides)}" if ours else torch_hint(name)
     for spelling in (value or "true", value.replace(" ", "_")):
         with suppress(UnreadableValue):
             outcome = outcome_of(row, spelling)
@@ -204,7 +211,7 @@ def flag_hint(name: str, value: str) -> str:
                 return f"{outcome.refuse}; {outcome.fixes}"
             if outcome.kind in ("ignore", "launcher"):
                 return f"leave it out: {outcome.ignore or outcome.launcher}"
-    return "a key of accelerate or the Trainer: write it into a file for --import"
+    return torch_hint(name) or "a key of accelerate or the Trainer: write it into a file for --import"
 
 
 def nested_place(place: str, key: str) -> str | None:

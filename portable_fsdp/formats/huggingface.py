@@ -85,7 +85,8 @@ def _model_config(manifest: Manifest, name: str, tensors: dict[str, TensorEntry]
     if manifest.config.get("model", {}).get("factory") is not None:
         return None
     if manifest.architecture is None:
-        raise CheckpointError(f"checkpoint {name}: can't be exported: its model_config (transformers) is null")
+        reason = "it names no model of transformers (model_config is null)"
+        raise CheckpointError(f"checkpoint {name}: {reason}.\n  Use --format safetensors, or dcp with the optimizer.")
     config = formats.config_object(manifest.architecture, f"checkpoint {name}")
     known = getattr(import_transformers(), mapping_of(_task_of(manifest)))
     if not config.architectures and type(config) in known:

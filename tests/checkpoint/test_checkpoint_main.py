@@ -15,9 +15,11 @@ from plain_backend import Capture, Log, Patch, PlainBackend, checkpoints, save_o
 from torch.optim import SGD
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import portable_fsdp as pf
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.__main__ import listing, main
 from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.runtime.errors import CheckpointError
 
 pytestmark = pytest.mark.slow
 
@@ -99,6 +101,23 @@ def test_diff_tells_what_differs(tmp_path: Path, capsys: Capture) -> None:
     assert ["0.weight", "float32 [7, 5] -> float32 [8, 5]"] in rows
     assert ["config: optim.lr", "0.001 -> 0.002"] in rows
     assert ["config: more", "None -> 1"] in rows
+
+
+def test_export_is_the_command_for_scripts(tmp_path: Path) -> None:
+    path = save_once(tmp_path / "checkpoints")
+    ours, its = tmp_path / "ours.safetensors", tmp_path / "its.safetensors"
+    assert pf.export(tmp_path, ours, "safetensors") == path
+    assert main(["export", str(tmp_path), str(its), "--format", "safetensors"]) == 0
+    assert ours.read_bytes() == its.read_bytes()
+    for target, settings, message in (
+        (ours, {"format": "safetensors"}, "already exists"),
+        (tmp_path / "x", {"format": "torch"}, "format='torch': expected one of huggingface, dcp, safetensors, peft"),
+        (tmp_path / "x", {"format": "dcp", "dtype": "int8"}, "dtype='int8': expected one of float32"),
+        (tmp_path / "x", {"format": "dcp", "tokenizer": "bytes"}, "tokenizer bytes: expected"),
+        (tmp_path / "x", {}, "names no model of transformers .*\n.*safetensors, or dcp"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            pf.export(path, target, **settings)
 
 
 NO_CHECKPOINT = ".: no checkpoint; name a checkpoint (step-00000500) or a run's folder with one"

@@ -69,6 +69,7 @@ WRONG_FILES = {
     "text.yaml": "a sentence\n",
     "axolotl.yaml": "base_model: a/b\ndatasets: [{path: x, type: alpaca}]\nmax_steps: 3\n",
     "page.yaml": PAGE.replace("num_processes: 2", "num_processes: 1").replace("LlamaDecoderLayer", "BertLayer"),
+    "fsdp.yaml": "mixed_precision: bf16\nsharding: {auto_wrap_policy: a, use_orig_params: true}\ntrain: {steps: 3}\n",
     "train.py": "import torch\n\nprint(torch)\n",
     "number.jsonl": '{"text": 3}\n',
     "broken.jsonl": '{"text": "a"}\n{broken\n',

@@ -14,9 +14,13 @@ from typing import Any, cast
 import pytest
 import torch
 from cli import FAKE_LAUNCHERS, ROOT, TINY, TORCHRUN, finish, two_tasks
+from documented import blocks, commands
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import portable_fsdp as pf
+from portable_fsdp.checkpoint.__main__ import main, resolve
+from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.load import config_text
 from portable_fsdp.models.factory import open_factory
 from portable_fsdp.models.loss import cross_entropy_sum
@@ -85,6 +89,43 @@ def test_a_loop_of_accelerate_and_the_ported_one_learn_the_same(tmp_path: Path) 
     shutil.rmtree(tmp_path / "runs/ported_loop/checkpoints/step-00000250")
     resumed = finish([PYTHON, script, "cpu", "xla", "2"], tmp_path)
     assert printed("accuracy", resumed.out) == pytest.approx(ours[1:], abs=0.006)  # one row in 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pair", "count"),
+    [(1, 2), *(pytest.param(pair, 3, marks=[pytest.mark.proof, pytest.mark.xla]) for pair in (0, 1))],
+)
+def test_a_loop_on_fsdp_and_ours_have_the_same_losses_and_its_checkpoint_opens(
+    pair: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands of docs/from_fsdp.md: theirs, ours on native, ours on XLA; its blocks of Python."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    *pairs, imports = [[*commands(f"```bash\n{text}```", "")] for text in blocks("docs/from_fsdp.md", "bash")]
+    theirs, *ours = (
+        printed("loss", finish([PYTHON.with_name(words[0]), *words[1:]], tmp_path).out)
+        for words in (command.words for command in pairs[pair][:count])
+    )
+    assert len(theirs) == 3
+    assert ours == [pytest.approx(theirs, rel=1e-5)] * (count - 1)
+    monkeypatch.chdir(tmp_path)
+    assert main(imports[pair].words[3:]) == 0
+    saved = Path("runs", f"from_fsdp{pair + 1}_native/step-00000030")
+    with Reader(resolve(Path(imports[pair].words[5]))) as imported, Reader(saved) as own:
+        assert imported.manifest.tensors.keys() == own.manifest.tensors.keys() or pair == 0
+        weights = [key for key in own.manifest.tensors if "/" not in key]
+        assert [key for key in imported.manifest.tensors if "/" not in key] == weights
+        for key in weights:
+            torch.testing.assert_close(imported.read_whole(key), own.read_whole(key), rtol=1e-4, atol=1e-5)
+    if pair == 0:
+        start, export = blocks("docs/from_fsdp.md", "python")
+        example = runpy.run_path(str(ROOT / "examples/from_fsdp1_loop.py"))
+        exec(start, names := {"torch": torch, "pf": pf, "Net": example["Net"]})
+        plain = torch.load("runs/fsdp1_loop.pt", weights_only=True)
+        model = cast(nn.Module, names["model"])
+        assert all(torch.equal(weight, plain[name]) for name, weight in model.named_parameters())
+        exec(export, names)
+        assert load_file("weights.safetensors").keys() == plain.keys()
 
 
 class Module(nn.Module):
