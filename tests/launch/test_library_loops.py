@@ -274,7 +274,7 @@ def test_mistakes_of_a_loop_are_sentences_with_a_way_out(
         exec(MISTAKES, {})
         answers = capsys.readouterr().out
     else:
-        search = f"{Path(__file__).parent}{os.pathsep}{ROOT}"
+        search = os.pathsep.join(map(str, (Path(__file__).parent, ROOT / "tests", ROOT)))
         answers = finish([PYTHON, "-c", MISTAKES, engine], tmp_path, PYTHONPATH=search).out
     answers = re.sub(r"in \S+/test_library_loops\.py:\d+:", "in FILE:LINE:", answers)
     assert_golden(Path(__file__).parent / f"golden/loop_mistakes_{engine}.txt", answers)
