@@ -49,6 +49,7 @@ def test_the_losses_are_those_of_plain_torch(
         assert late == MORE_PROGRAMS.get(name, 0) * group.engine.compiles
 
 
+@pytest.mark.xla
 def test_named_models_and_objects_travel_between_engines(workers: GetWorkers, tmp_path: Path) -> None:
     expected, folder, again = plain_run("resumable"), tmp_path / "run", tmp_path / "again"
     legs = ((Group("native", 2), 0, 5), (Group("xla", 4), 5, 9), (Group("native", 1), 9, 12))
