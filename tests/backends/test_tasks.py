@@ -95,7 +95,7 @@ def of_texts(kind: str, more: str, task: str, rows: str) -> Example:
 SIZES_OF_ROWS = ("data.buckets={input_ids: [9, 12], labels: [9, 12]}", "data.eval_split=30%")
 BUCKETS = of_texts("bert", "num_labels: 3, max_position_embeddings: 12", "token_classification", "Lengths")
 WITHOUT_EVALUATION = ("data.eval_split=null", "train.eval_every=null")
-ONE_MICRO_BATCH = ("train.global_batch=4", *WITHOUT_EVALUATION)
+ONE_MICRO_BATCH = ("train.global_batch=4", "train.micro_batch=1", *WITHOUT_EVALUATION)
 IN_BUCKETS = Example(BUCKETS.config, of_rows_alone, (*BUCKETS.settings, *SIZES_OF_ROWS))
 
 EXAMPLES = {
@@ -249,7 +249,8 @@ def test_a_task_has_the_losses_of_a_plain_loop(
     for answer in answers:
         assert answer["losses"] == pytest.approx(expected, rel=1e-5)
         actual, known = answer["compilations"]
-        assert actual <= known if settings == UNEVEN else actual == known  # fewer: another case had the update
+        # Fewer: another case had the update, or no step had rows of a shape.
+        assert actual <= known if settings == UNEVEN or name == "buckets" else actual == known
         if held_out is not None:
             assert answer["evaluation"].loss == pytest.approx(held_out, rel=2e-5)
         if accuracy is not None:
