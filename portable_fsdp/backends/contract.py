@@ -203,7 +203,7 @@ class Backend(Closing):
     _peers: "Peers | None" = None  # watches the other processes, if the engine forms their group
     loss_scaler: "LossScaler | None" = None  # in float16: `clip_grad_norm` divides gradients by its scale
     optimizers: MutableMapping[torch.optim.Optimizer, "Allocate | None"]
-    """Those that it made (None) or got in `shard_optimizer`, whose state a load allocates where there is none yet"""
+    """Optimizer -> None if the engine made it; else, from `shard_optimizer`, what allocates its state for a load"""
 
     @abstractmethod
     def close(self) -> None:

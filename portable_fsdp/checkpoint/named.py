@@ -34,11 +34,8 @@ log = logging.getLogger("portable_fsdp")
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
-_NOT_SAVED = (
-    "params",
-    "fused",
-    "foreach",
-)  # of an optimizer's group: the last two change no value, and differ by engine
+# Of an optimizer's group. The last two change no value, and differ by engine.
+_NOT_SAVED = ("params", "fused", "foreach")
 
 
 class _Merged(NamedTuple):
@@ -121,10 +118,10 @@ class NamedState:
         for optimizer in self._optimizers.values():
             if isinstance(optimizer, CountingOptimizer):
                 optimizer.settle_counts()
-        several, state = [*self._optimizers.values()], dict[str, TensorState]()
+        merged, state = self._merged(), dict[str, TensorState]()
         for name, model in self._models.items():
             try:
-                tensors = self._backend.state(model, several[0] if len(several) == 1 else self._merged())
+                tensors = self._backend.state(model, merged)
             except KeyError as error:
                 if error.args[0] is model:
                     raise CheckpointError(
@@ -235,20 +232,19 @@ class NamedState:
 
     def _require_same_groups(self, name: str, optimizer: torch.optim.Optimizer, state: Any, reader: "Reader") -> None:
         where = f"checkpoint {reader.folder.name}: {name.replace('.', ' ')}"
+        now = self._groups(optimizer)
         try:
-            saved, now = (
-                _Groups.model_validate(state),
-                _Groups.model_validate(_encoded(self._groups(optimizer), "", {})),
-            )
+            saved = _Groups.model_validate(state)
         except ValueError as error:
             raise CheckpointError(f"{where}: manifest.json: {str(error).splitlines()[1]}") from None
-        if saved.kind != now.kind:
+        if saved.kind != now["kind"]:
             raise CheckpointError(
-                f"{where}: it was a {saved.kind} and is a {now.kind}.\n  Make a {saved.kind}, or start from the "
+                f"{where}: it was a {saved.kind} and is a {now['kind']}.\n  Make a {saved.kind}, or start from the "
                 "weights: checkpoint.load=weights_only."
             )
-        if saved.weights != now.weights or len(saved.groups) != len(now.groups):
-            sizes = [" + ".join(str(len(group)) for group in each.weights) or "none" for each in (saved, now)]
+        if saved.weights != now["weights"] or len(saved.groups) != len(now["groups"]):
+            both = saved.weights, now["weights"]
+            sizes = [" + ".join(str(len(group)) for group in groups) or "none" for groups in both]
             raise CheckpointError(
                 f"{where}: its groups hold other weights than those saved ({sizes[0]} weights then, {sizes[1]} now).\n"
                 "  Make the same groups, or start from the weights: checkpoint.load=weights_only."
@@ -268,12 +264,13 @@ class NamedState:
 
     def load(self, read: Read, *, weights_only: bool) -> None:
         """Overwrite models, optimizers and objects, in this order; with `weights_only` models alone."""
+        merged = _Merged({}) if weights_only else self._merged()
         for name, model in self._models.items():
 
             def prefixed(key: str, slices: Region, into: Tensor | None = None, name: str = name) -> Tensor:
                 return read(key_in(self._prefixes[name], key), slices, into)
 
-            self._backend.load_state(model, _Merged({}) if weights_only else self._merged(), prefixed)
+            self._backend.load_state(model, merged, prefixed)
         if weights_only:
             return
         for name, optimizer in self._own().items():
