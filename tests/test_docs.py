@@ -315,6 +315,67 @@ def test_features_are_all_there_are_what_the_engines_say_and_have_their_tests(tm
     assert {name for name in fsdp | refused if not name.startswith("xla_fsdp1.")} - shown == set()
 
 
+OF_TORCHTPU = {
+    "`compile.backend=inductor`": "compile.backend=inductor compile.enabled=true",
+    "`memory.cpu_offload`": "memory.cpu_offload=true",
+    "`memory.offload`": "memory.offload=activations memory.gradient_checkpointing=full",
+    "float16": "precision.compute=float16",
+    "float8": "precision.products=float8 precision.compute=bfloat16",
+    "bases in 4 or 8 bits": 'precision.frozen=nf4 model.lora={"r":16}',
+    "`observe.profile`": 'observe.profile={"steps":[1,2]}',
+}
+"""What launching.md says that TorchTPU refuses, as overrides: the first is refused there, and taken on a GPU."""
+NOT_BUILT = {
+    "paged": ("optim", "paged_adamw_8bit"),
+    "4-bit": ("optim", "adamw_torch_4bit"),
+    "GaLore": ("optim", "galore_adamw"),
+    "pipeline": ("parallelism_config_pp_size", "2"),
+    "adapters other than LoRA and DoRA": ("adapter", "ia3"),
+}
+"""What migrating.md calls *not built*, and a key of another tool that asks for it."""
+
+
+def test_what_pages_call_refused_or_not_built_is(tmp_path: Path) -> None:
+    """The columns of optimizers.md, TorchTPU's row of launching.md, and keys that ask for what isn't built."""
+
+    def refused(place: Deployment, *overrides: str) -> bool:
+        option, config = overrides[0].partition("=")[0], small_config(tmp_path, overrides=overrides)
+        return any(verdict.kind == "refused" and verdict.option == option for verdict in verdicts(config, place))
+
+    for names, *cells, _, _ in rows_of(text_of("optimizers.md"), "`optim.name`"):
+        for place, cell in zip(USUAL, cells, strict=True):
+            for name in re.findall(r"`(.+?)`", names):
+                assert refused(place, f"optim.name={name}") == (cell == "refused"), (name, place)
+    [items] = re.findall(r"^\| refused \| (`compile\.backend.*?) \|", text_of("launching.md"), re.MULTILINE)
+    for item in items.split(", "):
+        overrides = OF_TORCHTPU.get(item, item.strip("`")).split()
+        assert refused(Deployment("native", "tpu", 4, 1), *overrides), f"TorchTPU takes {overrides}"
+        assert not refused(USUAL[0], *overrides), overrides
+    migrating = text_of("migrating.md")
+    not_built = re.findall(r"^\*Not built\*: (.*)|[;|] ([^;|]*): \*not built\*", migrating, re.MULTILINE)
+    assert len(not_built) == 5, not_built
+    for word, (key, value) in NOT_BUILT.items():
+        assert any(word in "".join(claim) for claim in not_built), word
+        row = find_anywhere("Trainer", key)
+        assert row is not None, key
+        assert row.words.get(value, row).refuse, key
+    # Words of torch's FSDP: a hint at a key of ours is where from_fsdp.md has a counterpart.
+    hints = {word: hint for words, hint in key_table().torch.items() for word in words.split("=")}
+    counterparts = dict[str, bool]()
+    for theirs, ours, _ in words_of_fsdp()[0]:
+        for word in re.findall(r"`(?:FSDP|fully_shard|FSDP\.|\w+Policy|MixedPrecision)\W?(\w+)=?\)?`", theirs):
+            counterparts[word] = counterparts.get(word, False) or not ours.startswith("no counterpart")
+    shared = hints.keys() & counterparts.keys()
+    assert len(shared) > 15
+    for word in shared:
+        assert counterparts[word] == (not hints[word].startswith("leave it out")), word
+    # No reason "x is not built" is about what a key of ours does.
+    reasons = [outcome.refuse or "" for row in key_table().keys for outcome in (row, *row.words.values())]
+    for reason in {reason for reason in reasons if "not built" in reason}:
+        words = re.sub(r" (is|are) not built.*", "", reason).replace(" ", "_")
+        assert not any(name.endswith(words) for name in option_names()), reason
+
+
 def test_our_side_of_a_row_of_migrating_is_the_schemas(tmp_path: Path) -> None:
     """Each key of ours is the schema's, each value one that it takes, each flag one of launch's. accelerate's exist."""
     sections = re.split(r"^## ", text_of("migrating.md"), flags=re.MULTILINE)[1:]

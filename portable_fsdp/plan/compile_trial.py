@@ -19,7 +19,7 @@ from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import prepare_layers
 from portable_fsdp.backends.native.unsharded import view_tables
 from portable_fsdp.config.describe import with_settings, with_value
-from portable_fsdp.config.schema import Config, Sharding
+from portable_fsdp.config.schema import Config, Memory, Sharding
 from portable_fsdp.plan.fake_step import empty_batch, ranks, rows_of
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.train.build import build_training
@@ -30,14 +30,19 @@ MOST_PROGRAMS = 4
 
 def count_programs(config: Config) -> int | str:
     """Return the number of programs into which the layers compile, or in words why they don't."""
-    plain = {"memory.gradient_checkpointing": "none", "train.micro_batch": "1", "precision.products": "auto"}
+    plain = {
+        "memory.gradient_checkpointing": "none",
+        "memory.offload": "none",
+        "train.micro_batch": "1",
+        "precision.products": "auto",
+    }
     config = with_settings(config, plain)
     if config.model.attention == "flex":
         config = with_value(config, "model.attention", "auto")
     settings = config.compile.model_copy(update={"enabled": True, "backend": "eager", "cache_dir": None})
     of_units = {key: value for key, value in config.sharding.model_dump().items() if key.startswith(("wrap", "min_"))}
     one_device = Sharding.model_validate({**of_units, "strategy": "NO_SHARD"})
-    config = config.model_copy(update={"compile": settings, "sharding": one_device})
+    config = config.model_copy(update={"compile": settings, "sharding": one_device, "memory": Memory()})
     programs = list[object]()
 
     def count(graph: Any, _: object) -> Any:

@@ -14,9 +14,9 @@ from portable_fsdp.runtime.child import Worker
 pytestmark = pytest.mark.slow
 
 
-def of_family(name: str, **more: Any) -> Config:
+def of_family(name: str, memory: dict[str, Any] | None = None, **more: Any) -> Config:
     model = {"architecture": ARCHITECTURES[name] | more.pop("architecture", {})}
-    return make_config(model=model | more, compile={"enabled": "auto"}, data={"seq_len": 32})
+    return make_config(model=model | more, compile={"enabled": "auto"}, data={"seq_len": 32}, memory=memory or {})
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,9 @@ def of_family(name: str, **more: Any) -> Config:
     [
         (of_family("llama"), 1),
         (of_family("gpt2", dropout=0.1), 1),
+        (of_family("llama", memory={"gradient_checkpointing": "full", "offload": "activations"}), 1),
+        (of_family("llama", memory={"gradient_checkpointing": "selective", "save_ops": ["matmul"]}), 1),
+        (of_family("llama", memory={"gradient_checkpointing": "budget", "budget": 0.3}), 1),
         (of_family("gemma2"), 2),  # layers with and without a window
         (step_of_rows("images", "image_classification", {"factory": "planned_rows:model"}), 1),
         (
@@ -32,7 +35,7 @@ def of_family(name: str, **more: Any) -> Config:
         ),
         (of_family("qwen3_moe", architecture={"output_router_logits": True}), "output_router_logits=true"),
     ],
-    ids=["llama", "gpt2", "gemma2", "own", "own, that reads", "router loss"],
+    ids=["llama", "gpt2", "offload", "chosen products", "budget", "gemma2", "own", "own, that reads", "router loss"],
 )
 def test_layers_that_compile_are_counted_and_others_say_why(config: Config, answer: int | str, worker: Worker) -> None:
     result = worker(count_programs, config)
