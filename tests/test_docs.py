@@ -346,7 +346,7 @@ def test_what_pages_call_refused_or_not_built_is(tmp_path: Path) -> None:
         for place, cell in zip(USUAL, cells, strict=True):
             for name in re.findall(r"`(.+?)`", names):
                 assert refused(place, f"optim.name={name}") == (cell == "refused"), (name, place)
-    [items] = re.findall(r"^\| refused \| (`compile\.backend.*?) \|", text_of("launching.md"), re.MULTILINE)
+    items: str = re.findall(r"^\| refused \| (`compile\.backend.*?) \|", text_of("launching.md"), re.MULTILINE)[0]
     for item in items.split(", "):
         overrides = OF_TORCHTPU.get(item, item.strip("`")).split()
         assert refused(Deployment("native", "tpu", 4, 1), *overrides), f"TorchTPU takes {overrides}"
