@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from portable_fsdp.accelerator.front import Accelerator as Accelerator
     from portable_fsdp.backends.open import open_backend as open_backend
     from portable_fsdp.checkpoint.__main__ import export as export
     from portable_fsdp.checkpoint.manager import Checkpoints as Checkpoints
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "accelerator.front": "Accelerator",
     "backends.open": "open_backend",
     "checkpoint.__main__": "export",
     "checkpoint.manager": "Checkpoints",

@@ -5,9 +5,9 @@ from typing import Any
 import portable_fsdp
 
 NAMES = [
-    *("Checkpoints", "build_data", "build_evaluator", "build_model", "build_training", "errors_as_sentences"),
-    *("export", "learning_rate", "load_config", "make_config", "open_backend", "open_batches", "open_checkpoints"),
-    *("register_static_attention", "shard", "shard_model", "total_steps", "train_step"),
+    *("Accelerator", "Checkpoints", "build_data", "build_evaluator", "build_model", "build_training"),
+    *("errors_as_sentences", "export", "learning_rate", "load_config", "make_config", "open_backend", "open_batches"),
+    *("open_checkpoints", "register_static_attention", "shard", "shard_model", "total_steps", "train_step"),
 ]
 
 

@@ -169,8 +169,7 @@ class Traffic(NamedTuple):
 class Pending(NamedTuple):
     """Metrics that are being copied to the host."""
 
-    result: Callable[[], dict[str, Tensor]]
-    """Wait for the copy and return the metrics: the only place where a run waits for the device."""
+    result: Callable[[], dict[str, Tensor]]  # waits for the copy: the only place where a run waits for the device
 
 
 class Operation(NamedTuple):
@@ -239,10 +238,9 @@ class Backend(Closing):
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare your own optimizer over parameters of models that this backend sharded: of one, of several, of parts.
 
-        Allocates its state as zeros, sharded like its parameters; a first step makes what doesn't begin as zeros.
-        Schedulers may change the rates of its groups. On XLA torch's AdamW and Adam step by ours, over their groups and
-        state, and take rates as inputs. Raises BackendError for a parameter of no sharded model, earlier state, and a
-        step that reads a tensor's value on the host. *collective*
+        Allocates its state as zeros, sharded like its parameters; a first step makes what doesn't begin as zeros. On
+        XLA torch's AdamW and Adam step by ours, over their groups and state, with rates as inputs. Raises BackendError
+        for a parameter of no sharded model, earlier state, and a step that reads a tensor on the host. *collective*
         """
         raise BackendError(f"backend {self.name}: takes no optimizer of your own.\n  Use --backend=native or xla.")
 
@@ -269,20 +267,24 @@ class Backend(Closing):
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
         """Compile `fn` (batches in, device tensors out) into one program; an eager engine returns `fn` itself."""
 
+    def end_step(self) -> None:
+        """Run what a loop outside `compile` has recorded as one program. Eager engines have run it."""
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that is whole on each device: reading it then compiles nothing."""
+        return tensor
+
     def accumulate(self, last: bool, model: nn.Module | None = None) -> AbstractContextManager[None]:
-        """Context of a micro batch's forward and backward. After the last one gradients are sums over LOSS_AXES, once
-        `clip_grad_norm` has run; an engine may reduce a part of them earlier.
+        """Context of a micro batch's backward, best of its forward too. After the last one gradients are sums over
+        LOSS_AXES, once `clip_grad_norm` has run; an engine may reduce a part of them earlier.
 
         `model`: accumulate the gradients of this model, if the backend sharded several. None: of all.
         """
         return nullcontext()
 
     def unshard(self, module: nn.Module) -> None:
-        """Start to gather a unit's weights ahead of its forward. *collective*
-
-        For loops that know the next unit; a forward gathers what is missing. A no-op on engines that compile: there
-        the compiler schedules gathers.
-        """
+        """Start to gather a unit's weights, for loops that know the next unit: a forward gathers what is missing. A
+        no-op on engines that compile, whose compiler schedules gathers. *collective*"""
 
     def evaluate(self) -> AbstractContextManager[None]:
         """Context of a forward without backward: no gradients. On exit the weights are sharded as before."""
@@ -349,7 +351,6 @@ class Backend(Closing):
     @abstractmethod
     def state(self, model: nn.Module, optimizer: OptimizerState) -> dict[str, TensorState]:
         """Return the tensors to save. All processes together write each element of a global tensor exactly once.
-
         Further replicas of a piece have an index: a save compares them. Buffers have none, since they may differ.
         Keys: FQN for parameters and persistent buffers, `<state name>/<FQN>` for optimizer state. Tied weights
         appear once, under their first FQN. The same keys, shapes and dtypes on all processes.
@@ -390,11 +391,8 @@ class Backend(Closing):
         return None
 
     def watch(self, watchdog: Watchdog) -> None:
-        """Tell the other processes what this one does, and `watchdog` for whom it waits.
-
-        Without `_peers`, as in a process group of the caller, they don't watch each other, and each may wait long for a
-        callback of process 0.
-        """
+        """Tell the other processes what this one does, and `watchdog` for whom it waits. Without `_peers`, as in a
+        group of the caller, they don't watch each other, and each may wait long for a callback of process 0."""
         if self._peers is not None:
             self._peers.watch(watchdog)
         elif self.process.count > 1:

@@ -90,6 +90,9 @@ class Tracer:
     def place(self, tensor: Tensor, spec: Spec) -> Tensor:
         return self.make(tensor.shape, tensor.dtype, spec, None)
 
+    def run_pending(self) -> None:
+        """Do nothing: nothing runs."""
+
     def wait(self) -> None:
         """Do nothing: nothing runs."""
 

@@ -451,8 +451,8 @@ class NativeBackend(contract.Backend):
                 reshard_all(record.units)
 
     def _reshard_if_alone(self, model: nn.Module, *_: Any) -> None:
-        """Reshard after the root's forward where no context does: a backward may never come."""
-        if not self._reshards_later:
+        """Reshard after the root's forward where neither a context nor a backward does."""
+        if not (self._reshards_later or torch.is_grad_enabled()):
             reshard_all(self._models[model].units)
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> None:

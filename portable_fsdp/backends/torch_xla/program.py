@@ -38,6 +38,9 @@ class Compiler(Protocol):
     def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         """Record at each update what else a program depends on: which gradients exist, and the optimizer's numbers."""
 
+    def run_pending(self) -> None:
+        """Run pending operations as a program, and count what it compiles."""
+
     def wait(self) -> None:
         """Run pending operations, and wait for all programs."""
 
@@ -47,12 +50,19 @@ class Programs:
 
     def __init__(self, engine: str) -> None:
         self._engine, self.compilations, self._failed = engine, 0, False
+        self._counted = _compile_count()  # up to the last `run_pending`
         self._at_update: dict[str, Any] = {}
 
     def wait(self) -> None:
         import torch_xla
 
         torch_xla.sync(wait=True)
+
+    def run_pending(self) -> None:
+        import torch_xla
+
+        torch_xla.sync()
+        self.compilations, self._counted = self.compilations + _compile_count() - self._counted, _compile_count()
 
     def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         def note(*_: Any) -> None:
@@ -78,6 +88,7 @@ class Programs:
             out = run_program(partial(_from_one_seed, fn, *args), f"backend {self._engine}: program {name!r}", name)
             self._failed = False
             new = _compile_count() - before
+            self._counted = _compile_count()
             inputs = _described(args)
             facts, previous = inputs | self._at_update, last
             compiled, last, self.compilations = compiled + new, facts, self.compilations + new

@@ -149,7 +149,7 @@ class PjrtBackend(Backend):
             tensors = (value for value in tree_leaves(args) if isinstance(value, Tensor))
             if any(tensor.dim() and tensor.device.type != "xla" for tensor in tensors):
                 raise BackendError(f"program {name!r}: a batch isn't on the device.\n  Pass engine.place(batch).")
-            with self._placed_rates():
+            with self._placed_rates(self._steps_by_ours):
                 return compiled(*args)
 
         return run
@@ -160,13 +160,13 @@ class PjrtBackend(Backend):
         super().zero_gradients(optimizer, keep=keep)
 
     @contextmanager
-    def _placed_rates(self) -> Generator[None]:
+    def _placed_rates(self, steps: Mapping[torch.optim.Optimizer, CountingOptimizer]) -> Generator[None]:
         """Context in which optimizers of the user's own that step by ours have device tensors as learning rates.
 
         As Python's numbers, equal ones would share an input: two rates that become equal would be another program.
         """
         before: list[tuple[dict[str, Any], Any, Tensor, int]] = []
-        for optimizer, ours in self._steps_by_ours.items():
+        for optimizer, ours in steps.items():
             self._follow(optimizer, ours)
             rates = {f"lr {number}": float(group["lr"]) for number, group in enumerate(optimizer.param_groups)}
             numbers = {**rates, **ours.counts()}
@@ -268,7 +268,8 @@ class PjrtBackend(Backend):
             for hook in optimizer._optimizer_step_pre_hooks.values():
                 hook(optimizer, (), {})
             self._follow(optimizer, ours)
-            ours.step()
+            with nullcontext() if self._in_program else self._placed_rates({optimizer: ours}):
+                ours.step()
             for hook in optimizer._optimizer_step_post_hooks.values():
                 hook(optimizer, (), {})
 

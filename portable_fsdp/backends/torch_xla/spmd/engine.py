@@ -238,13 +238,15 @@ class XlaBackend(PjrtBackend):
 
         parameters, layouts = dict(model.named_parameters()), self._layouts[model]
         optimizer = self._make_optimizer(model, make, groups, parameters, zeros)
-        if self._accumulation > 1:
-            for fqn, parameter in parameters.items():
-                if parameter.requires_grad:
-                    # The micro-batch program adds into existing gradients, and so is the same every time.
-                    parameter.grad = self._zeros(parameter, layouts[fqn])
-        self._tensors.wait()
+        self._keep_gradients((parameter, layouts[fqn]) for fqn, parameter in parameters.items())
         return optimizer
+
+    def _keep_gradients(self, parameters: Iterable[tuple[Tensor, Spec]]) -> None:
+        """The micro-batch program adds into existing gradients, and so is the same every time."""
+        for parameter, spec in parameters if self._accumulation > 1 else ():
+            if parameter.requires_grad:
+                parameter.grad = self._zeros(parameter, spec)
+        self._tensors.wait()
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         from portable_fsdp.backends.own_objects import owners_of, warn_of_kept_gradients, zero_state
@@ -260,7 +262,8 @@ class XlaBackend(PjrtBackend):
         warn_of_kept_gradients(optimizer, self.optimizers, self._layouts)
         self._optimizers[optimizer], self.optimizers[optimizer] = None, allocate
         self._programs.watch(self._steps_by_ours.get(optimizer, optimizer), {})
-        self._tensors.wait()
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        self._keep_gradients((weight, self._layouts[owners[weight][0]][owners[weight][1]]) for weight in weights)
 
     def _zeros(self, twin: Tensor, spec: Spec) -> Tensor:
         def zeros_of(region: Region) -> Tensor:
@@ -274,6 +277,12 @@ class XlaBackend(PjrtBackend):
         """Each device gets whole outputs: torch_xla compiles a program each time that a sharded tensor is read."""
         gather = Layouts(self.mesh, self.axes).replicated
         return super().compile(lambda *args: tree_map_only(Tensor, gather, fn(*args)), name)
+
+    def end_step(self) -> None:
+        self._programs.run_pending()
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return Layouts(self.mesh, self.axes).replicated(tensor)
 
     def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
         batch = contract.as_batch(batch)

@@ -1,0 +1,340 @@
+"""`portable_fsdp.Accelerator`: accelerate's, whose scripts then train sharded on FSDP2 and on XLA.
+
+The constructor opens an engine and fills accelerate's states by it (`state.py`); what accelerate does right by these
+states is inherited. `names.py` says of each public name which of both it is, or why it is refused.
+"""
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, cast
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType, recursively_apply
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from portable_fsdp.accelerator.prepare import Twins, prepare_model, prepare_optimizer
+from portable_fsdp.accelerator.rows import PreparedLoader, Shards
+from portable_fsdp.accelerator.state import close, fill_states, open_engine, plugin_of
+from portable_fsdp.backends.contract import Backend
+from portable_fsdp.config.schema import Config
+from portable_fsdp.runtime.errors import ConfigError
+
+
+class PreparedOptimizer(AcceleratedOptimizer):
+    """accelerate's wrapper: a step and zero_grad do something where gradients are complete."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Backend, keeps: bool) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self._engine, self._keeps = engine, keeps
+
+    def step(self, closure: Any = None) -> None:
+        if self.gradient_state.sync_gradients:
+            self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        if self.gradient_state.sync_gradients:
+            self._engine.zero_gradients(self.optimizer, keep=self._keeps or set_to_none is False)
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate's class on this library's engines; a script changes the import.
+
+    Besides accelerate's arguments: `config`, a YAML file of our sections, or sections as keywords (`sharding={...}`);
+    `device`, `backend` and `num_devices` as for `open_backend`; `processes="one"`: on XLA `num_processes` is 1, and a
+    loader's batch is that of all devices; `autocast`: bf16 as accelerate computes it, by torch.autocast, in place of
+    weights cast unit by unit. Raises ConfigError for arguments that the engines can't honour.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        config: str | os.PathLike[str] | None = None,
+        device: str = "auto",
+        backend: str = "auto",
+        num_devices: int | None = None,
+        processes: Literal["devices", "one"] = "devices",
+        autocast: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        sections = {name: kwargs.pop(name) for name in [*kwargs] if name in Config.model_fields}
+        given = _by_name(args, kwargs)
+        refuse_plugins(given)
+        if given.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
+            device = "cpu"
+        precision = str(given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
+        if precision == "bf16" and not autocast:
+            cast_ = {"compute": "bfloat16", "output": "float32"}
+            sections["precision"] = cast_ | dict(sections.get("precision") or {})
+        plugin = given.get("gradient_accumulation_plugin")
+        steps = int(plugin.num_steps if plugin is not None else given.get("gradient_accumulation_steps", 1))
+        start = {"device": device, "backend": backend, "num_devices": num_devices}
+        self._opened = open_engine(config, sections, start, steps, processes)
+        self.engine = self._opened.engine
+        fill_states(self._opened, precision, self.wait_for_everyone)
+        super().__init__(*args, **kwargs)
+        if given.get("split_batches") in (True, False):  # accelerate 1.15 takes the argument, and drops it
+            self.dataloader_config.split_batches = given["split_batches"]
+        if self.distributed_type == DistributedType.FSDP:
+            self.state.fsdp_plugin = plugin_of(self._opened)
+        self._twins, self._autocast, self._defers = Twins(), autocast and precision == "bf16", False
+        self._pending_log: Callable[[], None] = lambda: None
+
+    # -------------------------------------------------------------------------------------------------- what it is
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        return DistributedType.XLA if self.engine.device.type == "xla" else self.state.distributed_type
+
+    @property
+    def is_last_process(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.engine.process.index == self.engine.process.count - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        return self.num_processes > 1
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether gradients stay, zeroed: as inputs, so that a micro batch is the same program each time."""
+        return self.engine.device.type == "xla" and self.gradient_accumulation_steps > 1
+
+    # ----------------------------------------------------------------------------------------------------- prepare
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers, in any order, in one call or several. *collective*"""
+        done = {at: self.prepare_model(each) for at, each in enumerate(args) if _makes_model(each)}
+        for kind, prepare in (
+            (torch.optim.Optimizer, self.prepare_optimizer),
+            (DataLoader, self.prepare_data_loader),
+            (torch.optim.lr_scheduler.LRScheduler, self.prepare_scheduler),
+        ):
+            done |= {at: prepare(each) for at, each in enumerate(args) if at not in done and isinstance(each, kind)}
+        results = tuple(done.get(at, each) for at, each in enumerate(args))
+        return results if len(results) != 1 else results[0]
+
+    def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        if model in self._models:
+            raise ConfigError(f"prepare: this {type(model).__name__} is prepared already: prepare it once.")
+        model = prepare_model(model, self._opened.config, self.engine, self._twins)
+        if self._autocast:
+            model.forward = _in_autocast(model.forward, self.engine.device.type)
+        self._models.append(model)
+        model._is_accelerate_prepared = True
+        return model
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+        if isinstance(optimizer, AcceleratedOptimizer):
+            if optimizer not in self._optimizers:
+                self._optimizers.append(optimizer)
+            return optimizer
+        prepare_optimizer(optimizer, self.engine, self._twins)
+        prepared = PreparedOptimizer(optimizer, self.engine, self._keeps_gradients)
+        cast(Any, prepared)._is_accelerate_prepared = True
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            if data_loader not in self._dataloaders:
+                self._dataloaders.append(data_loader)
+            return data_loader
+        if self.engine.device.type != "xla" and isinstance(data_loader.dataset, IterableDataset):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        part, count = self.engine.data_shard, self._opened.processes
+        each = max(1, count // part.count)
+        own = tuple(range(part.index * each, part.index * each + each))
+        shards = Shards(own, count, self.split_batches, self.even_batches)
+        rows = PreparedLoader(data_loader, self.engine, shards, self._end_step)
+        cast(Any, rows)._is_accelerate_prepared = True
+        self._dataloaders.append(rows)
+        return rows
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        prepared = super().prepare_scheduler(scheduler)
+        cast(Any, prepared)._is_accelerate_prepared = True
+        return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        if isinstance(dataloader, PreparedLoader):
+            return dataloader.skipping(num_batches)
+        return super().skip_first_batches(dataloader, num_batches)
+
+    # ---------------------------------------------------------------------------------------------------- the step
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Generator[None]:
+        with super().accumulate(*models):
+            yield
+        self._end_step()
+
+    @contextmanager
+    def no_sync(self, model: nn.Module | None = None) -> Generator[None]:
+        before, self._defers = self._defers, True
+        try:
+            yield
+        finally:
+            self._defers = before
+
+    def backward(self, loss: Tensor, count: Tensor | float | None = None, **kwargs: Any) -> None:
+        """Add the gradients of `loss`: the mean over this process's rows, or over its `count` items where a mask
+        leaves some out. Uneven batches weigh by their rows. *collective* with `count`"""
+        share = self._share(count)
+        if isinstance(share, Tensor) or share != 1.0:
+            loss = loss * share
+        if self.gradient_accumulation_steps > 1:
+            loss = loss / self.gradient_accumulation_steps
+        with self.engine.accumulate(not self._defers):
+            loss.backward(**kwargs)
+
+    def _share(self, count: Tensor | float | None = None) -> Tensor | float:
+        """The factor that makes this process's mean a part of the global one, since gradients are sums."""
+        if self.engine.device.type == "xla" or self.engine.process.count == 1:
+            return 1.0
+        if count is not None:
+            own = torch.as_tensor(count, dtype=torch.float32, device=self.device)
+            return own / self.engine.sum(own)
+        loader = self.gradient_state.active_dataloader
+        rows = loader.rows if isinstance(loader, PreparedLoader) or type(loader) is PreparedLoader else None
+        return rows.own / rows.total if rows is not None else 1 / self.engine.data_shard.count
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        if norm_type != 2:
+            raise ConfigError(f"clip_grad_norm_: norm_type={norm_type}: only the norm 2 is built.")
+        return self.engine.clip_grad_norm(self._trained(parameters), float(max_norm))
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        for weight in self._trained(parameters):
+            if weight.grad is not None:
+                own = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+                own.clamp_(-clip_value, clip_value)
+
+    def _trained(self, parameters: Any) -> list[Tensor]:
+        return self._twins.of([parameters] if isinstance(parameters, Tensor) else parameters)
+
+    def _end_step(self) -> None:
+        self.engine.end_step()
+
+    @contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Generator[None]:
+        with super().autocast(autocast_handler) if self._autocast else nullcontext():
+            yield
+
+    # ------------------------------------------------------------------------------------------- between processes
+
+    def gather(self, tensor: Any) -> Any:
+        if self.engine.device.type != "xla":
+            return super().gather(tensor)
+        whole = recursively_apply(lambda value: self.engine.whole(value[None] if value.dim() == 0 else value), tensor)
+        self._end_step()
+        return whole
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        loader = self.gradient_state.active_dataloader
+        rows = loader.rows if type(loader) is PreparedLoader else None
+        if self.engine.device.type != "xla" and rows and rows.own * self.engine.data_shard.count != rows.total:
+            own = recursively_apply(lambda value: value.detach().cpu()[: rows.own], input_data)
+            parts = self.engine.gather(own)
+            return _joined(parts)
+        return super().gather_for_metrics(input_data, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        if self.engine.device.type != "xla":
+            return super().reduce(tensor, reduction, scale)
+        return recursively_apply(lambda value: value * scale if scale != 1.0 else value, tensor)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        if self.engine.device.type != "xla":
+            return super().pad_across_processes(tensor, dim, pad_index, pad_first)
+        return tensor
+
+    def wait_for_everyone(self) -> None:
+        self._end_step()
+        if self.engine.process.count > 1:
+            self.engine.agree(None)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Generator[Any]:
+        if self.engine.device.type == "xla" and self.engine.process.count == 1:
+            yield inputs
+            return
+        with super().split_between_processes(inputs, apply_padding) as part:
+            yield part
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        """Log numbers. Tensors are read at the next call, so that the device doesn't wait."""
+        self._end_step()
+        self._pending_log()
+        tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
+        pending = self.engine.fetch(tensors) if tensors else None
+
+        def send() -> None:
+            read = {name: value.item() for name, value in pending.result().items()} if pending else {}
+            super(Accelerator, self).log({**values, **read}, step=step, log_kwargs=log_kwargs)
+            self._pending_log = lambda: None
+
+        self._pending_log = send
+        if pending is None:
+            send()
+
+    def end_training(self) -> None:
+        self._end_step()
+        self._pending_log()
+        for tracker in self.trackers:
+            tracker.finish()
+        close()
+
+
+def _makes_model(value: Any) -> bool:
+    """Whether `prepare` takes it for a model: one, or a function or class that makes one."""
+    if isinstance(value, nn.Module) or (isinstance(value, type) and issubclass(value, nn.Module)):
+        return True
+    kinds = (torch.optim.Optimizer, DataLoader, torch.optim.lr_scheduler.LRScheduler, AcceleratedScheduler)
+    return callable(value) and not isinstance(value, (*kinds, type)) and hasattr(value, "__code__")
+
+
+def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    import inspect
+
+    bound = inspect.signature(accelerate.Accelerator.__init__).bind(None, *args, **kwargs)
+    return {name: value for name, value in bound.arguments.items() if name != "self"}
+
+
+def refuse_plugins(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments that choose other engines."""
+    engines = {
+        "deepspeed_plugin": "DeepSpeed", "deepspeed_plugins": "DeepSpeed", "megatron_lm_plugin": "Megatron-LM",
+        "torch_tp_plugin": "sharding={'tensor': N}", "parallelism_config": "sharding={'tensor': N, 'context': N}",
+        "dynamo_plugin": "compile={'enabled': True}", "dynamo_backend": "compile={'enabled': True}",
+    }  # fmt: skip
+    for name, ours in engines.items():
+        if given.get(name) not in (None, "no", "NO"):
+            fix = f"\n  Leave it out, or pass {ours}." if "=" in ours else " is another engine.\n  Leave it out."
+            raise ConfigError(f"Accelerator: {name}: " + (f"isn't read.{fix}" if "=" in ours else f"{ours}{fix}"))
+    if str(given.get("mixed_precision")) in ("fp16", "fp8"):
+        raise ConfigError(f"Accelerator: mixed_precision={given['mixed_precision']} isn't built.\n  Set bf16 or no.")
+
+
+def _in_autocast(forward: Callable[..., Any], device: str) -> Callable[..., Any]:
+    from accelerate.utils import convert_outputs_to_fp32
+
+    return convert_outputs_to_fp32(torch.autocast(device_type=device, dtype=torch.bfloat16)(forward))
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Join what processes have, row after row."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([part if part.dim() else part[None] for part in parts])
+    if isinstance(first, Mapping):
+        return {name: _joined([part[name] for part in parts]) for name in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_joined(list(each)) for each in zip(*parts, strict=True))
+    return parts

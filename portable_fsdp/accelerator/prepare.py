@@ -1,0 +1,97 @@
+"""Models and optimizers of a script: built as for one device, laid out over all of them."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from portable_fsdp.backends.contract import Backend
+from portable_fsdp.backends.nested import floats_in
+from portable_fsdp.backends.state import parameter_slots, put_parameter
+from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import Region
+from portable_fsdp.models.weights import DTYPES
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.train.build import shard_model, shard_policy
+
+
+class Twins:
+    """The parameters that a script knows -> the sharded ones that replaced them."""
+
+    def __init__(self) -> None:
+        self._new: dict[Tensor, nn.Parameter] = {}
+
+    def add(self, old: Tensor, new: nn.Parameter) -> None:
+        self._new[old] = new
+
+    def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        return [self._new.get(parameter, parameter) for parameter in parameters]
+
+
+def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, engine: Backend, twins: Twins) -> Any:
+    """Shard a model in place, with its values on process 0, or one that a function makes. *collective*
+
+    A built model has been in the memory of each process; a function runs on the meta device, and no process has all of
+    it. Raises ConfigError for a model that can't be laid out.
+    """
+    if not isinstance(model, nn.Module):
+        return shard_model(model, config, engine)
+    name = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        raise ConfigError(f"prepare: {name} is compiled.\n  Leave torch.compile out: compile={{'enabled': True}}.")
+    if getattr(model, "hf_device_map", None) and len({*cast(Any, model).hf_device_map.values()}) > 1:
+        raise ConfigError(f"prepare: {name} lies on several devices (device_map).\n  Load it without device_map.")
+    _initialise(model)
+    olds, values = dict[str, nn.Parameter](), dict[str, Tensor]()
+    for fqn, slots in parameter_slots(model).items():
+        olds[fqn] = old = cast(nn.Parameter, cast(Any, slots[0].module)._parameters[slots[0].leaf])
+        if isinstance(old, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"prepare: {fqn}, a parameter of a lazy module, has no shape.\n  Specify its sizes.")
+        values[fqn] = old.detach().cpu()
+        put_parameter(slots, old.detach().to("meta"), old.requires_grad)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.cpu()
+    if engine.process.count > 1 and engine.device.type != "xla":
+        for value in [*values.values(), *model.buffers()]:
+            dist.broadcast(value, src=0)
+    dtype = DTYPES.get(config.precision.buffers)
+    for buffer in model.buffers():
+        if dtype is not None and buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+    if (output := DTYPES.get(config.precision.output)) is not None:
+        model.register_forward_hook(lambda _, __, value: floats_in(output)(value))
+
+    def fill(fqn: str, slices: Region) -> Tensor:
+        return values[fqn][slices].clone()
+
+    engine.shard_model(model, shard_policy(config, model), fill)
+    for fqn, weight in model.named_parameters():
+        twins.add(olds[fqn], weight)
+        olds[fqn].data = torch.empty(0, dtype=weight.dtype)  # frees its memory: the script may hold the object
+    return model
+
+
+def _initialise(model: nn.Module) -> None:
+    """Give values to modules on the meta device, as FSDP does: by their `reset_parameters`."""
+    for name, module in model.named_modules():
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in tensors):
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise ConfigError(
+                f"prepare: {name or type(module).__name__} is on the meta device, and has no reset_parameters.\n"
+                "  Pass the function that makes the model: prepare(lambda: Model()), or load its values first."
+            )
+        module.to_empty(device="cpu", recurse=False)
+        with torch.no_grad():
+            reset()
+
+
+def prepare_optimizer(optimizer: torch.optim.Optimizer, engine: Backend, twins: Twins) -> None:
+    """Let an optimizer of the script step the sharded weights. Its groups stay: schedulers know them. *collective*"""
+    for group in optimizer.param_groups:
+        group["params"] = twins.of(group["params"])
+    engine.shard_optimizer(optimizer)

@@ -1,0 +1,179 @@
+"""A script's loader as each process reads it: accelerate's order of rows, and how many of a batch are this process's.
+
+`shards` groups of devices get different rows. On native each is a process; on XLA one process feeds several. By default
+the batches `i * shards` to `i * shards + shards - 1` of the script's own sampler are one step, the last of them
+completed by accelerate's rule (`BatchSamplerShard`); with `split_batches` each batch of the sampler is one.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
+from accelerate.utils import recursively_apply
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from portable_fsdp.backends.contract import Backend
+from portable_fsdp.runtime.errors import ConfigError
+
+_OF_BATCHES = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+_LOADER = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+    *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
+)
+"""Arguments of a loader that its copy keeps: all that don't choose the rows of a batch."""
+
+
+class Sizes(NamedTuple):
+    """PreparedLoader of a batch."""
+
+    own: int  # read by this process
+    total: int
+
+
+class Shards(NamedTuple):
+    """Which rows of a step this process reads."""
+
+    own: tuple[int, ...]
+    total: int
+    split: bool  # each batch of the sampler, instead of `total` of them
+    even: bool  # the last batches are completed
+
+
+class _Lazy:
+    """The batches of a sampler, from an iterator that others share."""
+
+    def __init__(self, sampler: Any, batches: Iterator[list[Any]]) -> None:
+        self.batch_size, self.drop_last = getattr(sampler, "batch_size", None), getattr(sampler, "drop_last", False)
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._batches
+
+
+class OwnBatches(BatchSampler):
+    """The rows of each step that this process reads, in the order of its shards."""
+
+    def __init__(self, sampler: Iterable[list[Any]], shards: Shards, note: Callable[[Sizes], None]) -> None:
+        self.batch_sampler, self.shards, self._note = sampler, shards, note
+        self.batch_size, self.drop_last = getattr(sampler, "batch_size", None), getattr(sampler, "drop_last", False)
+        self.skipped = 0  # steps
+
+    @property
+    def sampler(self) -> Any:
+        return getattr(self.batch_sampler, "sampler", None)
+
+    def __len__(self) -> int:
+        of_sampler = cast(Any, self.batch_sampler)
+        if self.shards.split:
+            return len(of_sampler) - self.skipped
+        sampled, shards = BatchSamplerShard(of_sampler, self.shards.total, 0), self.shards
+        sampled.even_batches = shards.even
+        return len(sampled) - self.skipped
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        steps = self._split() if self.shards.split else self._joined()
+        for parts in itertools.islice(steps, self.skipped, None):
+            own = [row for number in self.shards.own for row in parts[number]]
+            sizes = Sizes(len(own), sum(map(len, parts)))
+            self._note(sizes)
+            # A process without rows computes one that doesn't count: the others wait for it in collectives.
+            yield own or next(part for part in parts if part)[:1]
+
+    def _split(self) -> Iterator[list[list[Any]]]:
+        count = self.shards.total
+        for batch in self.batch_sampler:
+            size = -(-len(batch) // count)
+            yield [batch[number * size : (number + 1) * size] for number in range(count)]
+
+    def _joined(self) -> Iterator[list[list[Any]]]:
+        count = self.shards.total
+        copies = itertools.tee(iter(self.batch_sampler), count)
+        samplers = [
+            BatchSamplerShard(cast(Any, _Lazy(self.batch_sampler, copy)), count, number, even_batches=self.shards.even)
+            for number, copy in enumerate(copies)
+        ]
+        for parts in itertools.zip_longest(*samplers, fillvalue=()):
+            yield [list(part or ()) for part in parts]
+
+
+class PreparedLoader(DataLoaderShard):
+    """A prepared loader: accelerate's own, whose batches end the step before them and are placed on the devices."""
+
+    def __init__(self, loader: DataLoader[Any], engine: Backend, shards: Shards, end_step: Callable[[], None]) -> None:
+        """`loader`: the script's. `end_step` runs before each batch and after the last one."""
+        self._engine, self._shards, self._end_step = engine, shards, end_step
+        self._sizes: deque[Sizes] = deque()
+        self.rows: Sizes | None = None  # of the running batch
+        self._of_script = loader
+        kept = {name: getattr(loader, name) for name in _LOADER if hasattr(loader, name)}
+        self._is_stream = isinstance(loader.dataset, IterableDataset)
+        if self._is_stream:
+            many = 1 if shards.split else len(shards.own)
+            kept |= {"batch_size": loader.batch_size and loader.batch_size * many, "drop_last": loader.drop_last}
+        else:
+            batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+            own = OwnBatches(cast(Any, batches), shards, self._sizes.append)
+            kept["batch_sampler"] = own
+            self._sampler = getattr(own.sampler, "sampler", own.sampler)
+            if isinstance(self._sampler, RandomSampler) and self._sampler.generator is None and not shards.split:
+                seed = engine.agree(int(torch.empty((), dtype=torch.int64).random_().item()))
+                self._sampler.generator = torch.Generator().manual_seed(seed)
+        super().__init__(loader.dataset, _drop_last=bool(loader.drop_last), **kept)
+
+    def skipping(self, steps: int) -> "PreparedLoader":
+        """A copy that begins after the first `steps` batches."""
+        copy = PreparedLoader(self._of_script, self._engine, self._shards, self._end_step)
+        copy.iteration = self.iteration
+        if self._is_stream:
+            copy.skip_batches = steps
+        else:
+            cast(OwnBatches, copy.batch_sampler).skipped = steps
+        return copy
+
+    def __iter__(self) -> Generator[Any]:
+        self._sizes.clear()
+        state = self._sync_order()
+        for batch in super().__iter__():
+            self._end_step()
+            self.rows = self._sizes.popleft() if self._sizes else None
+            if state is not None:  # the sampler has drawn
+                torch.set_rng_state(state)
+                state = None
+            yield self.place(batch)
+        self._end_step()
+        self.rows = None
+
+    def begin(self) -> None:
+        super().begin()
+        if self._shards.split and not self._is_stream:
+            self.remainder = 0  # no row comes twice
+
+    def _sync_order(self) -> Tensor | None:
+        """Let all processes draw the order of process 0. Return this process's own random state, if it was replaced."""
+        if self._engine.process.count == 1 or self._is_stream:
+            return None
+        generator = getattr(self._sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.set_state(self._engine.agree(generator.get_state()))
+            return None
+        before = torch.get_rng_state()
+        torch.set_rng_state(self._engine.agree(before))
+        return before if self._engine.process.index else None
+
+    def place(self, batch: Any) -> Any:
+        """Place tensors, nested in any way; other values stay."""
+        if isinstance(batch, Mapping) and batch and all(isinstance(value, Tensor) for value in batch.values()):
+            return cast(Any, type(batch))(self._engine.place(dict(batch)))  # by name: it knows what is text
+        return recursively_apply(lambda value: self._engine.place({"value": value})["value"], batch)
+
+    @property
+    def total_batch_size(self) -> int:
+        size = self.base_dataloader.batch_size if self._is_stream else self.batch_sampler.batch_size
+        if size is None:
+            raise ConfigError("total_batch_size: this loader's batches have no fixed size.")
+        many = 1 if self._shards.split or self._is_stream else self._shards.total
+        return size * many
