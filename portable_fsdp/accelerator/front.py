@@ -5,6 +5,7 @@ states is inherited. `names.py` says of each public name which of both it is, or
 """
 
 import os
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from portable_fsdp.accelerator.prepare import Twins, prepare_model, prepare_optimizer
 from portable_fsdp.accelerator.rows import PreparedLoader, Shards
-from portable_fsdp.accelerator.state import close, fill_states, open_engine, plugin_of
+from portable_fsdp.accelerator.state import close, end_with_a_sentence, fill_states, open_engine, plugin_of
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
@@ -62,8 +63,11 @@ class Accelerator(accelerate.Accelerator):
         autocast: bool = False,
         **kwargs: Any,
     ) -> None:
+        if sys.excepthook is sys.__excepthook__:  # a notebook has its own
+            sys.excepthook = end_with_a_sentence
         sections = {name: kwargs.pop(name) for name in [*kwargs] if name in Config.model_fields}
         given = _by_name(args, kwargs)
+        fsdp = given.pop("fsdp_plugin", None)
         refuse_plugins(given)
         if given.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
             device = "cpu"
@@ -74,10 +78,12 @@ class Accelerator(accelerate.Accelerator):
         plugin = given.get("gradient_accumulation_plugin")
         steps = int(plugin.num_steps if plugin is not None else given.get("gradient_accumulation_steps", 1))
         start = {"device": device, "backend": backend, "num_devices": num_devices}
-        self._opened = open_engine(config, sections, start, steps, processes)
+        self._opened = open_engine(config, sections, start, steps, processes, fsdp)
         self.engine = self._opened.engine
-        fill_states(self._opened, precision, self.wait_for_everyone)
-        super().__init__(*args, **kwargs)
+        if self._opened.config.precision.compute == "bfloat16" and precision == "no":
+            given["mixed_precision"] = "bf16"
+        fill_states(self._opened, self.wait_for_everyone)
+        super().__init__(**given)
         if given.get("split_batches") in (True, False):  # accelerate 1.15 takes the argument, and drops it
             self.dataloader_config.split_batches = given["split_batches"]
         if self.distributed_type == DistributedType.FSDP:

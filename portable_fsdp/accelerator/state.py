@@ -7,14 +7,20 @@ Filled before, its states tell `get_logger`, `set_seed`, trackers, `gather` and 
 # accelerate keeps what its objects share in class attributes.
 # pyright: reportPrivateUsage=false
 
+import atexit
 import logging
 import os
 import shlex
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import accelerate
+import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, imports
 from packaging.version import Version
@@ -22,10 +28,11 @@ from packaging.version import Version
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.describe import with_settings
-from portable_fsdp.config.load import make_config, parse_file
-from portable_fsdp.config.schema import Config
-from portable_fsdp.config.yaml_text import parse
-from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.config.load import parse_file, yaml_value
+from portable_fsdp.config.schema import Config, Model, Train
+from portable_fsdp.convert.read import load_config
+from portable_fsdp.runtime.command import number_of, to_stderr
+from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError
 
 log = logging.getLogger("portable_fsdp")
 
@@ -65,6 +72,7 @@ def open_engine(
     start: Mapping[str, Any],
     steps: int,
     processes: str,
+    plugin: FullyShardedDataParallelPlugin | None,
 ) -> Opened:
     """Open the engine of this process, or return the open one. Raises ConfigError if that has other arguments."""
     arguments = {"config": config and str(config), **sections, **start, "processes": processes}
@@ -80,10 +88,12 @@ def open_engine(
     require_version()
     # accelerate must not touch XLA: its first device would fix their number.
     cast(Any, imports)._torch_xla_available = False
-    values, start = _with_variable(config, sections, start)
-    resolved = make_config(**values)
-    engine = open_backend(resolved, **start)
+    overrides, start = _with_variable(sections, start)
+    resolved = _config(config, overrides, plugin)
+    with _lines_of_gloo():
+        engine = open_backend(resolved, **start)
     engine.__enter__()
+    atexit.register(close)
     if steps > 1:  # gradients then stay, as inputs of the next program
         rows = {"train.micro_batch": "1", "train.global_batch": str(engine.row_shards * steps)}
         engine.adopt(resolved := with_settings(resolved, rows))
@@ -92,26 +102,79 @@ def open_engine(
     return _opened[0]
 
 
-def _with_variable(
-    config: str | os.PathLike[str] | None, sections: Mapping[str, Any], start: Mapping[str, Any]
-) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """The sections of a config file, the constructor and the variable, the last of which counts; and the start."""
-    values = {} if config is None else parse_file(Path(config))[1]
-    values = {name: {**values.get(name, {}), **sections.get(name, {})} for name in {**values, **sections}}
+def _with_variable(sections: Mapping[str, Any], start: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """The overrides of the constructor and of the variable, whose count; and the start by both."""
+    overrides = [
+        f"{name}.{key}={yaml_value(value)}" for name, values in sections.items() for key, value in values.items()
+    ]
     started = dict(start)
     for word in shlex.split(os.environ.get(VARIABLE, "")):
         name, equals, text = word.partition("=")
-        section, dot, key = name.partition(".")
-        if not equals or (name not in STARTS and not dot):
+        if not equals or (name not in STARTS and "." not in name):
             raise ConfigError(f"{VARIABLE}: expected device=, backend=, num_devices= or section.key=, found {word!r}.")
-        if dot:
-            values.setdefault(section, {})[key] = parse(text)[1]
+        if name in STARTS:
+            started[name] = number_of(name, text) if name == "num_devices" else text
         else:
-            started[name] = int(text) if name == "num_devices" else text
-    return values, started
+            overrides.append(word)
+    return overrides, started
 
 
-def fill_states(opened: Opened, mixed_precision: str, wait: Callable[[], None]) -> None:
+def _config(
+    path: str | os.PathLike[str] | None, overrides: list[str], plugin: FullyShardedDataParallelPlugin | None
+) -> Config:
+    """The config of an own loop: a file of ours or of accelerate, the plugin, what `accelerate launch` passes, and
+    overrides, which count. Raises ConfigError with all problems."""
+    with TemporaryDirectory() as folder:
+        file, imports = Path(path or Path(folder) / "Accelerator.yaml"), list[Path]()
+        if path is None:
+            file.write_text("{}")
+        if plugin is not None:
+            imports.append(Path(folder) / "fsdp_plugin.yaml")
+            imports[0].write_text(yaml.safe_dump(_as_keys(plugin)))
+        given = parse_file(file)[1]
+        needed = {"model": "model.factory=stand_in:model", "train": "train.steps=1000000000"}
+        needed = [text for section, text in needed.items() if section not in given]
+        loaded = load_config(file, [*needed, *_dtypes(plugin), *overrides], imports, os.environ)
+    # As in `make_config` without these sections: the loop has its own model and batches.
+    return loaded.model_copy(update={"model": Model.model_construct(), "train": Train.model_construct(global_batch=0)})
+
+
+def _as_keys(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
+    """The keys of accelerate's file that mean the same. Raises ConfigError for a policy that is a function."""
+    keys: dict[str, Any] = {
+        "fsdp_version": plugin.fsdp_version,
+        "fsdp_activation_checkpointing": bool(plugin.activation_checkpointing),
+        "fsdp_transformer_layer_cls_to_wrap": ",".join(plugin.transformer_cls_names_to_wrap or ()) or None,
+        "fsdp_min_num_params": plugin.min_num_params or None,
+    }
+    if plugin.fsdp_version == 2:
+        keys["fsdp_reshard_after_forward"] = plugin.reshard_after_forward
+        keys["fsdp_offload_params"] = type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
+    else:
+        strategy: Any = plugin.sharding_strategy or plugin.reshard_after_forward
+        keys["fsdp_sharding_strategy"] = strategy.name.lstrip("_")
+        keys["fsdp_offload_params"] = bool(cast(Any, plugin.cpu_offload).offload_params)
+    known = {"size_based_auto_wrap_policy": "SIZE_BASED_WRAP", "transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    if (policy := plugin.auto_wrap_policy) is not None:
+        keys["fsdp_auto_wrap_policy"] = known.get(getattr(policy, "__name__", ""))
+        if keys["fsdp_auto_wrap_policy"] is None:
+            raise ConfigError(
+                f"fsdp_plugin: auto_wrap_policy is a {type(policy).__name__}.\n  Name the classes of layers: "
+                "sharding={'wrap_classes': [...]}; by default each layer is a unit."
+            )
+    given = {name: value for name, value in keys.items() if value is not None}
+    return {"distributed_type": "FSDP", "fsdp_config": given}
+
+
+def _dtypes(plugin: FullyShardedDataParallelPlugin | None) -> list[str]:
+    """The overrides of torch's MixedPrecision or MixedPrecisionPolicy."""
+    policy = plugin.mixed_precision_policy if plugin else None
+    ours = {"param_dtype": "compute", "reduce_dtype": "reduce", "output_dtype": "output", "buffer_dtype": "buffers"}
+    dtypes = {key: getattr(policy, name, None) for name, key in ours.items()}
+    return [f"precision.{key}={str(dtype).removeprefix('torch.')}" for key, dtype in dtypes.items() if dtype]
+
+
+def fill_states(opened: Opened, wait: Callable[[], None]) -> None:
     """Fill the shared states, unless an Accelerator of the same engine has. `wait`: until all processes are there."""
     engine, partial = opened.engine, cast(dict[str, Any], PartialState._shared_state)
     if partial.get("_engine") is engine:
@@ -151,10 +214,36 @@ def plugin_of(opened: Opened) -> FullyShardedDataParallelPlugin | None:
     )
 
 
+@contextmanager
+def _lines_of_gloo() -> Generator[None]:
+    """Context in which what C++ prints to the standard output goes to the log: gloo's line of each group."""
+    sys.stdout.flush()
+    with TemporaryFile() as lines:
+        kept = os.dup(1)
+        os.dup2(lines.fileno(), 1)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+            lines.seek(0)
+            for line in lines.read().decode(errors="replace").splitlines():
+                log.debug("%s", line)
+
+
+def end_with_a_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End a script on an error of ours with its message alone."""
+    if isinstance(error, PortableFSDPError):
+        to_stderr(str(error))
+        raise SystemExit(error.exit_code)
+    sys.__excepthook__(kind, error, trace)
+
+
 def close() -> None:
     """Close the engine, so that another Accelerator may open one."""
+    atexit.unregister(close)
+    error = getattr(sys, "last_value", None)  # at the end of a script that fails
     while _opened:
-        _opened.pop().engine.__exit__(None, None, None)
-    PartialState._shared_state.clear()
-    AcceleratorState._shared_state.clear()
-    GradientState._shared_state.clear()
+        _opened.pop().engine.__exit__(type(error) if error else None, error, None)
+    for state in (PartialState, AcceleratorState, GradientState):
+        cast(Any, state)._shared_state.clear()
