@@ -8,10 +8,12 @@ import os
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import accelerate
 import torch
+import yaml
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, recursively_apply
@@ -68,7 +70,7 @@ class Accelerator(accelerate.Accelerator):
         sections = {name: kwargs.pop(name) for name in [*kwargs] if name in Config.model_fields}
         given = _by_name(args, kwargs)
         fsdp = given.pop("fsdp_plugin", None)
-        refuse_plugins(given)
+        refuse_arguments(given)
         if given.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
             device = "cpu"
         precision = str(given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
@@ -298,6 +300,21 @@ class Accelerator(accelerate.Accelerator):
         close()
 
 
+def close_names(table: Mapping[str, Mapping[str, str]], theirs: type = accelerate.Accelerator) -> None:
+    """Let names that aren't right here raise at their first use: those refused, and those of another version."""
+    known = {name for kind in ("own", "inherited") for name in table[kind]}
+    for name in {name for name in dir(theirs) if not name.startswith("_")} - known:
+        reason = table["refused"].get(
+            name, f"accelerate {accelerate.__version__} has it, and this package doesn't know it"
+        )
+        error = ConfigError(f"Accelerator.{name} isn't built: {reason}.")
+
+        def refuse(_: Any, error: ConfigError = error) -> Any:
+            raise error
+
+        setattr(Accelerator, name, property(refuse))
+
+
 def _makes_model(value: Any) -> bool:
     """Whether `prepare` takes it for a model: one, or a function or class that makes one."""
     if isinstance(value, nn.Module) or (isinstance(value, type) and issubclass(value, nn.Module)):
@@ -313,19 +330,28 @@ def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]
     return {name: value for name, value in bound.arguments.items() if name != "self"}
 
 
-def refuse_plugins(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments that choose other engines."""
-    engines = {
-        "deepspeed_plugin": "DeepSpeed", "deepspeed_plugins": "DeepSpeed", "megatron_lm_plugin": "Megatron-LM",
-        "torch_tp_plugin": "sharding={'tensor': N}", "parallelism_config": "sharding={'tensor': N, 'context': N}",
-        "dynamo_plugin": "compile={'enabled': True}", "dynamo_backend": "compile={'enabled': True}",
-    }  # fmt: skip
-    for name, ours in engines.items():
+_OTHER_ENGINES = {
+    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), "DeepSpeed is another engine.\n  Leave it out."),
+    "megatron_lm_plugin": "Megatron-LM is another engine.\n  Leave it out.",
+    "torch_tp_plugin": "it isn't read.\n  Leave it out.",
+    "parallelism_config": "it isn't read.\n  Leave it out: the devices split rows and weights.",
+    **dict.fromkeys(("dynamo_plugin", "dynamo_backend"), "pass compile={'enabled': True} in place of it."),
+}
+
+
+def refuse_arguments(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments that choose another engine or that no engine here honours."""
+    for name, reason in _OTHER_ENGINES.items():
         if given.get(name) not in (None, "no", "NO"):
-            fix = f"\n  Leave it out, or pass {ours}." if "=" in ours else " is another engine.\n  Leave it out."
-            raise ConfigError(f"Accelerator: {name}: " + (f"isn't read.{fix}" if "=" in ours else f"{ours}{fix}"))
+            raise ConfigError(f"Accelerator: {name}: {reason}")
     if str(given.get("mixed_precision")) in ("fp16", "fp8"):
         raise ConfigError(f"Accelerator: mixed_precision={given['mixed_precision']} isn't built.\n  Set bf16 or no.")
+    if given.get("device_placement") is False:
+        raise ConfigError("Accelerator: device_placement=False: models and batches always move.\n  Leave it out.")
+    loaders = given.get("dataloader_config")
+    for name in ("dispatch_batches", "use_seedable_sampler", "use_stateful_dataloader", "data_seed"):
+        if getattr(loaders, name, None):
+            raise ConfigError(f"Accelerator: dataloader_config: {name} isn't built.\n  Leave it out.")
 
 
 def _in_autocast(forward: Callable[..., Any], device: str) -> Callable[..., Any]:
@@ -344,3 +370,6 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(first, list | tuple):
         return type(first)(_joined(list(each)) for each in zip(*parts, strict=True))
     return parts
+
+
+close_names(yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8")))

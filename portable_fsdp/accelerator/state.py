@@ -13,7 +13,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from types import TracebackType
@@ -234,7 +234,8 @@ def _lines_of_gloo() -> Generator[None]:
 def end_with_a_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """End a script on an error of ours with its message alone."""
     if isinstance(error, PortableFSDPError):
-        to_stderr(str(error))
+        with redirect_stderr(sys.__stderr__):  # torch.distributed calls this with one that it prints later
+            to_stderr(str(error))
         raise SystemExit(error.exit_code)
     sys.__excepthook__(kind, error, trace)
 
