@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from portable_fsdp.accelerator.front import Accelerator as Accelerator
+    from portable_fsdp.accelerator.start import notebook_launcher as notebook_launcher
     from portable_fsdp.backends.open import open_backend as open_backend
     from portable_fsdp.checkpoint.__main__ import export as export
     from portable_fsdp.checkpoint.manager import Checkpoints as Checkpoints
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "accelerator.front": "Accelerator",
+    "accelerator.start": "notebook_launcher",
     "backends.open": "open_backend",
     "checkpoint.__main__": "export",
     "checkpoint.manager": "Checkpoints",

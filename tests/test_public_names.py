@@ -6,8 +6,9 @@ import portable_fsdp
 
 NAMES = [
     *("Accelerator", "Checkpoints", "build_data", "build_evaluator", "build_model", "build_training"),
-    *("errors_as_sentences", "export", "learning_rate", "load_config", "make_config", "open_backend", "open_batches"),
-    *("open_checkpoints", "register_static_attention", "shard", "shard_model", "total_steps", "train_step"),
+    *("errors_as_sentences", "export", "learning_rate", "load_config", "make_config", "notebook_launcher"),
+    *("open_backend", "open_batches", "open_checkpoints", "register_static_attention", "shard", "shard_model"),
+    *("total_steps", "train_step"),
 ]
 
 

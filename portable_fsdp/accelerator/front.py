@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from portable_fsdp.accelerator.prepare import Twins, prepare_model, prepare_optimizer
 from portable_fsdp.accelerator.rows import PreparedLoader, Shards
+from portable_fsdp.accelerator.start import start_workers
 from portable_fsdp.accelerator.state import close, end_with_a_sentence, fill_states, open_engine, plugin_of
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.config.schema import Config
@@ -80,6 +81,7 @@ class Accelerator(accelerate.Accelerator):
         plugin = given.get("gradient_accumulation_plugin")
         steps = int(plugin.num_steps if plugin is not None else given.get("gradient_accumulation_steps", 1))
         start = {"device": device, "backend": backend, "num_devices": num_devices}
+        start_workers(start)
         self._opened = open_engine(config, sections, start, steps, processes, fsdp)
         self.engine = self._opened.engine
         if self._opened.config.precision.compute == "bfloat16" and precision == "no":

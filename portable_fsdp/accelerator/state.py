@@ -88,7 +88,7 @@ def open_engine(
     require_version()
     # accelerate must not touch XLA: its first device would fix their number.
     cast(Any, imports)._torch_xla_available = False
-    overrides, start = _with_variable(sections, start)
+    overrides, start = with_variable(sections, start)
     resolved = _config(config, overrides, plugin)
     with _lines_of_gloo():
         engine = open_backend(resolved, **start)
@@ -102,7 +102,7 @@ def open_engine(
     return _opened[0]
 
 
-def _with_variable(sections: Mapping[str, Any], start: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+def with_variable(sections: Mapping[str, Any], start: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """The overrides of the constructor and of the variable, whose count; and the start by both."""
     overrides = [
         f"{name}.{key}={yaml_value(value)}" for name, values in sections.items() for key, value in values.items()

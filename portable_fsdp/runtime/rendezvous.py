@@ -42,9 +42,11 @@ def run_processes(
     arguments: Sequence[str],
     hosts: Hosts | None = None,
     on_failure: Callable[[Mapping[int, int]], None] = lambda codes: None,
+    *,
+    is_file: bool = False,
 ) -> int:
-    """Run `python -m module arguments` in `count` processes on this host, together with other `hosts`, with torchrun's
-    environment; return one exit code.
+    """Run `python -m module arguments` (`is_file`: `python module arguments`) in `count` processes on this host, together
+    with other `hosts`, with torchrun's environment; return one exit code.
 
     0 if all workers returned 0, else 2 or 143 if a worker returned that, else 1, after `on_failure` got the exit codes
     (as in subprocess) of the workers that failed first, by rank. SIGTERM, SIGINT and SIGUSR1 are passed to the workers,
@@ -71,8 +73,8 @@ def run_processes(
     try:
         # The launcher creates a log folder, unused here (logs go to the console), and never removes it.
         with tempfile.TemporaryDirectory(prefix="portable_fsdp_launch_") as logs:
-            words = [*_rendezvous_flags(hosts), f"--nproc_per_node={count}", f"--log-dir={logs}", "-m", module]
-            run.run(run.parse_args([*words, *arguments]))
+            words = [*_rendezvous_flags(hosts), f"--nproc_per_node={count}", f"--log-dir={logs}"]
+            run.run(run.parse_args([*words, *(() if is_file else ("-m",)), module, *arguments]))
     except ChildFailedError as error:
         codes = {int(rank): failure.exitcode for rank, failure in error.failures.items()}
         if not {EXIT_USAGE, EXIT_STOPPED}.isdisjoint(codes.values()):
