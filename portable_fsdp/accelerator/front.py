@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -66,6 +67,7 @@ class Accelerator(accelerate.Accelerator):
         autocast: bool = False,
         **kwargs: Any,
     ) -> None:
+        _close_names()
         if sys.excepthook is sys.__excepthook__:  # a notebook has its own
             sys.excepthook = end_with_a_sentence
         sections = {name: kwargs.pop(name) for name in [*kwargs] if name in Config.model_fields}
@@ -302,10 +304,17 @@ class Accelerator(accelerate.Accelerator):
         close()
 
 
-def close_names(table: Mapping[str, Mapping[str, str]], theirs: type = accelerate.Accelerator) -> None:
+def name_table() -> Mapping[str, Mapping[str, str]]:
+    """Kind (own, inherited, refused) -> name of accelerate's class -> what it does here, or why it is refused."""
+    return yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
+
+
+@cache
+def _close_names() -> None:
     """Let names that aren't right here raise at their first use: those refused, and those of another version."""
+    table = name_table()
     known = {name for kind in ("own", "inherited") for name in table[kind]}
-    for name in {name for name in dir(theirs) if not name.startswith("_")} - known:
+    for name in {name for name in dir(accelerate.Accelerator) if not name.startswith("_")} - known:
         reason = table["refused"].get(
             name, f"accelerate {accelerate.__version__} has it, and this package doesn't know it"
         )
@@ -333,11 +342,13 @@ def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]
 
 
 _OTHER_ENGINES = {
-    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), "DeepSpeed is another engine.\n  Leave it out."),
+    "deepspeed_plugin": "DeepSpeed is another engine.\n  Leave it out.",
+    "deepspeed_plugins": "DeepSpeed is another engine.\n  Leave it out.",
     "megatron_lm_plugin": "Megatron-LM is another engine.\n  Leave it out.",
     "torch_tp_plugin": "it isn't read.\n  Leave it out.",
     "parallelism_config": "it isn't read.\n  Leave it out: the devices split rows and weights.",
-    **dict.fromkeys(("dynamo_plugin", "dynamo_backend"), "pass compile={'enabled': True} in place of it."),
+    "dynamo_plugin": "pass compile={'enabled': True} in place of it.",
+    "dynamo_backend": "pass compile={'enabled': True} in place of it.",
 }
 
 
@@ -372,6 +383,3 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(first, list | tuple):
         return type(first)(_joined(list(each)) for each in zip(*parts, strict=True))
     return parts
-
-
-close_names(yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8")))

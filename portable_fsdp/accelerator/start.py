@@ -28,7 +28,7 @@ def start_workers(start: Mapping[str, Any]) -> None:
     spec: Any = getattr(main, "__spec__", None)
     if file is None or not detect_launch(os.environ).is_alone:
         return
-    count = _processes(start)[1]
+    count = _processes(start)
     if count == 1:
         return
     log.warning("starting %d processes of %s: the lines before Accelerator() run again in each", count, file)
@@ -46,8 +46,8 @@ def notebook_launcher(
     accelerate's arguments about mixed precision, hosts and restarts aren't read: pass those of Accelerator. Raises
     BackendError if this process has used CUDA, or has an Accelerator.
     """
-    backend, count = _processes({"device": "auto", "backend": "auto", "num_devices": num_processes})
-    if count == 1 or backend != "native":
+    count = _processes({"device": "auto", "backend": "auto", "num_devices": num_processes})
+    if count == 1:
         function(*args)
         return
     if torch.cuda.is_initialized() or PartialState._shared_state:  # pyright: ignore[reportPrivateUsage]
@@ -61,11 +61,11 @@ def notebook_launcher(
     start_processes(_run, args=(function, args, count, port), nprocs=count, start_method="fork")
 
 
-def _processes(start: Mapping[str, Any]) -> tuple[str, int]:
-    """The engine, and the number of its processes on this host."""
+def _processes(start: Mapping[str, Any]) -> int:
+    """The number of processes on this host."""
     resolved = with_variable({}, start)[1]
     device, backend = resolve(resolved["device"], resolved["backend"])
-    return backend, local_processes(device, backend, resolved["num_devices"])
+    return local_processes(device, backend, resolved["num_devices"])
 
 
 def _run(index: int, function: Callable[..., Any], args: Sequence[Any], count: int, port: int) -> None:

@@ -34,11 +34,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Forward = Callable[..., Any]
-"""The forward of a module."""
+Forward = Callable[..., Any]  # of a module
 
-Fill = Callable[[str, Region], Tensor]
-"""`fill(fqn, slices)` -> that piece of the initial weight, on the host, in the master dtype."""
+Fill = Callable[[str, Region], Tensor]  # (FQN, slices) -> that piece of the initial weight, on the host, in master
 
 
 class Read(Protocol):
@@ -56,8 +54,7 @@ Text, int64 `[rows, seq]`: `input_ids`; `labels` (the token after each of `input
 also `positions` (in the document) and `segments` (number of the document from 1; 0: padding). Other data: the user's
 dataset defines the tensors."""
 
-Metrics = dict[str, Tensor]
-"""Named float32 device tensors, 0-D or 1-D, equal on all processes."""
+Metrics = dict[str, Tensor]  # float32, on the device, 0-D or 1-D, equal on all processes
 
 
 @dataclass(frozen=True)
@@ -89,8 +86,7 @@ class TensorState:
     pieces: Callable[[], list[Piece]] = list
 
 
-Allocate = Callable[[torch.optim.Optimizer, Iterable[Tensor]], None]
-"""Allocate an optimizer's state for some of its parameters."""
+Allocate = Callable[[torch.optim.Optimizer, Iterable[Tensor]], None]  # its state for some of its parameters
 
 
 class OptimizerState(Protocol):

@@ -45,8 +45,8 @@ def run_processes(
     *,
     is_file: bool = False,
 ) -> int:
-    """Run `python -m module arguments` (`is_file`: `python module arguments`) in `count` processes on this host, together
-    with other `hosts`, with torchrun's environment; return one exit code.
+    """Run `python -m module arguments` (`is_file`: without -m) in `count` processes on this host, together with other
+    `hosts`, with torchrun's environment; return one exit code.
 
     0 if all workers returned 0, else 2 or 143 if a worker returned that, else 1, after `on_failure` got the exit codes
     (as in subprocess) of the workers that failed first, by rank. SIGTERM, SIGINT and SIGUSR1 are passed to the workers,
