@@ -251,7 +251,7 @@ run() {
         say "try $attempt of $tries ended with $code"
         sleep "$poll_s" # a TPU that is being taken away looks usable for a moment
         if [[ $code == 143 && $(state) == "$usable" ]]; then
-            say "stopped on request after a save: the same command goes on from there"
+            say "stopped on request after a save; rerun the same command to resume"
             return 143
         fi
     done

@@ -186,21 +186,31 @@ def test_a_failed_start_says_why_and_names_what_still_costs(
         (["data.source=parquet", "data.path=x"], "data.source=parquet needs the extra data: set TPU_EXTRA=tpu,data."),
         (["data.mixture=[{source: parquet, path: x}]"], "data.source=parquet needs the extra data"),
         (
-            ["model.pretrained=org/open", "model.lora={r: 4}", "data.source=parquet", "data.path=gs://x"],
-            "needs the extra data; model.lora needs the extra lora: set TPU_EXTRA=tpu,data,lora.",
+            [
+                "model.pretrained=org/open",
+                "model.lora={start_from: org/gated}",
+                "data.source=parquet",
+                "data.path=gs://x",
+            ],
+            "data.source=parquet needs the extra data; model.lora needs the extra lora: set TPU_EXTRA=tpu,data,lora.\n"
+            "model.lora.start_from: org/gated is gated",
         ),
-        (["observe.trackers=[wandb, comet_ml]"], "set TPU_PACKAGES='gcsfs comet-ml wandb'."),
-        (["checkpoint.dir=s3://x/y"], "checkpoint.dir needs s3fs: set TPU_PACKAGES='gcsfs comet-ml s3fs'."),
-        (["--device=cpu"], "--device=cpu: workers train on their TPU; leave it out."),
+        (
+            [
+                "--device=cpu",
+                "checkpoint.dir=s3://x",
+                "observe.trackers=[wandb,comet_ml]",
+                "model.architecture=org/open",
+            ],
+            "--device=cpu: workers train on their TPU; leave it out.\n"
+            "observe.trackers=wandb needs wandb; checkpoint.dir needs s3fs: "
+            "set TPU_PACKAGES='gcsfs comet-ml wandb s3fs'.\n"
+            "model.architecture=org/open: expected a file or folder of the checkout",
+        ),
         (["--backend=native"], "--backend=native needs TPU_EXTRA=torchtpu"),
-        (["model.architecture=org/open"], "model.architecture=org/open: expected a file or folder of the checkout"),
         (["model.pretrained=org/open", "--env=HF_TOKEN", "HF_TOKEN="], "HF_TOKEN is empty."),
         (["model.pretrained=org/open", "--env=HF_TOKEN", "HF_TOKEN=a b"], "HF_TOKEN has spaces or other characters"),
         (["model.pretrained=org/open", "--env=HF_TOKEN", "HF_TOKEN=hf_old"], "the hub rejects HF_TOKEN (401)"),
-        (
-            ["model.pretrained=org/open", "model.lora={start_from: org/gated}"],
-            "model.lora.start_from: org/gated is gated",
-        ),
         (["model.pretrained=org/gated"], "org/gated is gated: accept its license and add --env=HF_TOKEN."),
         (["model.pretrained=org/gated", "--env=HF_TOKEN"], "org/gated is gated: your HF_TOKEN has no access to it."),
         (["model.pretrained=org/none"], "org/none isn't public, or doesn't exist"),
