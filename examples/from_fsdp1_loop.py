@@ -63,7 +63,7 @@ def main(device: str = "auto", backend: str = "auto", devices: str = "") -> None
         sampler = DistributedSampler(rows, world, rank)
         loader = DataLoader(rows, batch_size=24 // world, sampler=sampler)
         folder = f"runs/from_fsdp1_{engine.name}"
-        with pf.Checkpoints(folder, engine, config={}, model_config=None) as checkpoints:
+        with pf.Checkpoints(folder, engine, config=config) as checkpoints:
             point = checkpoints.find("auto")
             begin = checkpoints.load(point, model, optimizer).position[0] if point else 0
             for epoch in range(begin, 3):

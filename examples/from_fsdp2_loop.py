@@ -61,7 +61,7 @@ def main(device: str = "auto", backend: str = "auto", devices: str = "") -> None
         rows = TensorDataset(x, x[:, :4].argmax(dim=1))
         sampler = DistributedSampler(rows, world, rank)
         loader = DataLoader(rows, batch_size=48 // world, sampler=sampler)
-        with pf.Checkpoints(f"runs/from_fsdp2_{engine.name}", engine, config={}, model_config=None) as checkpoints:
+        with pf.Checkpoints(f"runs/from_fsdp2_{engine.name}", engine, config=config) as checkpoints:
             begin, objects = 0, {"schedule": schedule}
             if point := checkpoints.find("auto"):
                 begin = checkpoints.load(point, model, optimizer, objects).position[0]

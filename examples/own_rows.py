@@ -39,7 +39,7 @@ def main(device: str = "auto", backend: str = "auto", devices: str = "") -> None
             metrics = train([batch], pf.learning_rate(config.optim, step, steps))
             if step % 50 == 0 and engine.process.index == 0:
                 print(f"step {step}: error {engine.fetch(metrics).result()['loss'].item():.6g}")
-        with pf.Checkpoints("runs/own_rows", engine, config={}, model_config=None) as checkpoints:
+        with pf.Checkpoints("runs/own_rows", engine, config=config) as checkpoints:
             checkpoints.save(steps, model, optimizer, position=(0, 48 * steps))
             checkpoints.wait()
 

@@ -8,7 +8,10 @@
 #
 # --env hands variables of your shell to the run, by their names. `run` first checks the config here; what follows `--`
 # goes to those commands of gcloud that know it: to create, or to ssh and scp.
-#
+
+set +x # also under `bash -x`: no trace of the variables that --env hands over
+environment=$(export -p)
+
 # Edit these lines, or set the variables. Needs gcloud, signed in, and tpu_workers.sh beside this file. The disks go
 # with the TPUs: let checkpoint.dir be a bucket. `run` ends with the exit code of the run: 0 finished, 2 a mistake in the
 # config, 143 stopped by `stop`; anything else is tried again, TPU_TRIES times. After all but 0 the TPUs stay (and cost)

@@ -1,11 +1,10 @@
 # What tpu_vm.sh and tpu_queued_resource.sh do alike: they source this file. Nothing to edit here.
 # shellcheck shell=bash disable=SC2154 # what the sourcing script sets
 #
-# They set name, zone, where (flags of every gcloud command), usable (the state in which workers can be reached), slices,
-# first_node, capacity_variable, tries and poll_s, and define create, delete, state (prints that of the TPU; nothing where
-# there is none; fails where gcloud can't tell), on_workers NODES WORKERS COMMAND_LINE and to_workers FILE TARGET.
-
-set +x # also under `bash -x`: no trace of the variables that --env hands over
+# They set environment (the caller's exported variables, as `export -p` prints them), name, zone, where (flags of every
+# gcloud command), usable (the state in which workers can be reached), slices, first_node, capacity_variable, tries and
+# poll_s, and define create, delete, state (prints that of the TPU; nothing where there is none; fails where gcloud can't
+# tell), on_workers NODES WORKERS COMMAND_LINE and to_workers FILE TARGET.
 
 extra=${TPU_EXTRA:-tpu} # what `setup` installs: tpu, torch_xla; torchtpu, TorchTPU; others may follow: tpu,data
 packages=${TPU_PACKAGES:-gcsfs} # and beside them; gcsfs: checkpoints in gs://; "gcsfs wandb": a tracker too
@@ -13,16 +12,19 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 python=${TPU_PYTHON:-python3} # checks the config here, before anything is created; TPU_CHECK=false: nobody does
 [[ -n ${TPU_PYTHON:-} || ! -x $root/.venv/bin/python ]] || python=$root/.venv/bin/python
 
-names=()         # of the variables that --env hands over
-typed=()         # the words of the run, with configs where they lie here
-arguments=()     # the same, with configs where workers have them
-copies=()        # of configs that lie outside the checkout, below $root
-wide_flags=()    # for gcloud, from behind `--`: of every command
-create_flags=()  # of create
-connect_flags=() # of ssh and scp
+names=()           # of the variables that --env hands over
+local_arguments=() # the words of the run, with configs where they lie here
+arguments=()       # the same, with configs where workers have them
+copies=()          # of all configs, below $root
+install_configs='' # commands of a worker: they put the copies of the checkout's own configs in place
+flag_files=0       # how many were read
+wide_flags=()      # for gcloud, from behind `--`: of every command
+create_flags=()    # of create
+connect_flags=()   # of ssh and scp
 ssh_flags=()
 scp_flags=()
-track=()         # of gcloud: alpha
+track=()                # of gcloud: alpha
+devices=auto hosts=auto # of TPU_TYPE: chips per host, hosts of all slices
 
 # TorchTPU, where a worker has it, needs the hosts of the slice. Without them each host would train alone.
 # shellcheck disable=SC2016 # a worker expands it
@@ -123,17 +125,22 @@ tail -n 1 env.new | grep -qx '# end' && mv env.new env"
         return
     fi
     count=$(gcloud compute tpus tpu-vm describe "$first_node" "${where[@]}" --format='json(networkEndpoints)' |
-        grep -c '"ipAddress"') || return
+        grep -c '"ipAddress"') || { say "gcloud lists no workers of $first_node (networkEndpoints)" && return 1; }
     for ((node = 0; node < slices; node++)); do
         for ((worker = 0; worker < count; worker++)); do
-            exports | on_workers "$node" "$worker" "$command" || return
+            exports "${names[@]}" | on_workers "$node" "$worker" "$command" || return
         done
     done
 }
 
-exports() { # printf is bash's own: no process has the values as arguments
-    local variable
-    for variable in "${names[@]}"; do printf 'export %s=%q\n' "$variable" "${!variable}"; done
+# Prints the caller's values, also of a variable that has the name of one of ours: here they are local variables. printf
+# is bash's own: no process has the values as arguments.
+exports() {
+    eval "$environment" 2> /dev/null || true # a readonly variable stays as it is
+    while (($#)); do
+        printf 'export %s=%q\n' "$1" "${!1}"
+        shift
+    done
     echo '# end'
 }
 
@@ -149,7 +156,7 @@ ${slice}log=build/run.log
 touch \$log
 lines=\$(wc -l < \$log)
 if ! kill -0 \"\$(cat build/run.pid 2> /dev/null)\" 2> /dev/null; then
-    rm -f build/run.exit build/stop$old
+    rm -f build/run.exit build/stop$old$install_configs
     PJRT_DEVICE=TPU setsid bash -c '${load}trap : TERM USR1; ${watch}\"\$@\"; echo \$? > build/run.exit; kill \$! 2> /dev/null' run \\
         .venv/bin/python -m portable_fsdp.launch --device=tpu$quoted >> \$log 2>&1 < /dev/null &
     echo \$! > build/run.pid
@@ -206,7 +213,10 @@ make_usable() { # creates the TPU where there is none, or one that is gone
         exit 1
     fi
     [[ -z $now ]] || delete || return
-    create && wait_until_usable
+    code=0
+    create || code=$?
+    [[ $code != 2 ]] || refuse "gcloud takes no such \`create\`: correct the variables, or the flags behind \`--\`."
+    [[ $code == 0 ]] && wait_until_usable
 }
 
 start_on_usable() {
@@ -241,7 +251,7 @@ run() {
         say "try $attempt of $tries ended with $code"
         sleep "$poll_s" # a TPU that is being taken away looks usable for a moment
         if [[ $code == 143 && $(state) == "$usable" ]]; then
-            say "stopped on request after a save: the same command goes on from there"
+            say "stopped on request after a save; rerun the same command to resume"
             return 143
         fi
     done
@@ -256,24 +266,29 @@ read_words() { # sorts the words of the command line: --env, those of the run, a
         shift
         case $word in
         --) gcloud_flags "$@" && return ;;
+        -h | --help) usage ;;
         --env) refuse "--env: write --env=NAME,..." ;;
         --env=*)
             IFS=, read -ra list <<< "${word#--env=}"
             names+=("${list[@]}")
             ;;
-        --config | --import) # as --config=FILE
-            copy_config "${1:-}"
-            typed+=("$word" "${1:-}")
-            arguments+=("$word" "$shipped")
-            [[ $# == 0 ]] || shift
+        --config | --import | --flagfile)
+            (($#)) || refuse "$word: expected a file: $word=FILE."
+            set -- "$word=$1" "${@:2}"
+            ;;
+        --flagfile=*) # its lines in place of it: one word each, as launch reads them
+            [[ -f ${word#*=} ]] || refuse "$word: no such file."
+            ((++flag_files <= 100)) || refuse "$word: this flag file reads itself."
+            mapfile -t list < <(sed -E 's/^[[:space:]]+|[[:space:]]+$//g; /^(#|\/\/|$)/d' "${word#*=}")
+            set -- "${list[@]}" "$@"
             ;;
         --config=* | --import=*)
             copy_config "${word#*=}"
-            typed+=("$word")
+            local_arguments+=("$word")
             arguments+=("${word%%=*}=$shipped")
             ;;
         *)
-            typed+=("$word")
+            local_arguments+=("$word")
             arguments+=("$word")
             ;;
         esac
@@ -281,86 +296,101 @@ read_words() { # sorts the words of the command line: --env, those of the run, a
 }
 
 check_names() {
-    local variable exported
-    exported=$'\n'$(compgen -e)$'\n'
+    local variable
     for variable in "${names[@]}"; do
         [[ $variable =~ ^[A-Za-z_][A-Za-z_0-9]*$ ]] ||
             refuse "--env=${variable%%=*}: expected names of variables, without values: --env=HF_TOKEN,WANDB_API_KEY."
-        [[ $exported == *$'\n'$variable$'\n'* ]] || refuse "--env=$variable: $variable isn't set here. Set and export it first."
+        [[ $environment =~ (^|[[:space:]])declare\ -[a-z]*x[a-z]*\ $variable= ]] ||
+            refuse "--env=$variable: $variable isn't set here. Set and export it first."
     done
 }
 
 # The flags are those of Google's reference of gcloud; one that isn't named here is create's, which refuses what it doesn't
-# know before it creates anything.
+# know before it creates anything. `target`: the commands that get the flag, the variable to set instead, or nothing for a
+# flag of ours.
 gcloud_flags() {
-    local word variable
+    local word flag target
     for word in "$@"; do
-        case ${word%%=*} in
-        --zone) variable=TPU_ZONE ;;
-        --project) variable=TPU_PROJECT ;;
-        --accelerator-type | --type | --topology) variable=TPU_TYPE ;;
-        --version | --runtime-version) variable=TPU_VERSION ;;
-        --spot | --preemptible | --reserved | --best-effort | --guaranteed | --provisioning-model) variable=$capacity_variable ;;
-        --node-count) variable=TPU_SLICES ;;
-        --valid-until-duration | --valid-until-time) variable=TPU_VALID_UNTIL ;;
+        flag=${word%%=*}
+        case ${flag/#--no-/--} in
+        --zone) target=TPU_ZONE ;;
+        --project) target=TPU_PROJECT ;;
+        --accelerator-type | --type | --topology) target=TPU_TYPE ;;
+        --version | --runtime-version) target=TPU_VERSION ;;
+        --spot | --preemptible | --reserved | --best-effort | --guaranteed | --provisioning-model) target=$capacity_variable ;;
+        --node-count) target=TPU_SLICES ;;
+        --valid-until-duration | --valid-until-time) target=TPU_VALID_UNTIL ;;
         --node | --node-id | --node-prefix | --worker | --command | --output-directory | --recurse | --async | --dry-run | \
-            --format | --quiet | --queue-count) refuse "$word: contradicts ${0##*/}, which sets this flag itself." ;;
-        --tunnel-through-iap | --batch-size)
-            connect_flags+=("$word")
-            # shellcheck disable=SC2034 # tpu_vm.sh reads it
-            track=(alpha) # tpu-vm ssh has them in this track alone
-            continue
-            ;;
-        --internal-ip | --ssh-key-file | --ssh-key-expiration | --plain | \
-            --ssh-key-expire-after | --strict-host-key-checking | --force-key-file-overwrite)
-            connect_flags+=("$word")
-            continue
-            ;;
-        --ssh-flag) ssh_flags+=("$word") && continue ;;
-        --scp-flag | --compress) scp_flags+=("$word") && continue ;;
-        --account | --configuration | --impersonate-service-account | --billing-project | --verbosity)
-            where+=("$word")
-            wide_flags+=("$word")
-            continue
-            ;;
-        --*) create_flags+=("$word") && continue ;;
+            --format | --quiet | --queue-count) target='' ;;
+        --tunnel-through-iap | --batch-size | --internal-ip | --ssh-key-file | --ssh-key-expiration | --plain | \
+            --ssh-key-expire-after | --strict-host-key-checking | --force-key-file-overwrite) target=connect ;;
+        --ssh-flag) target=ssh ;;
+        --scp-flag | --compress) target=scp ;;
+        --account | --access-token-file | --configuration | --impersonate-service-account | --billing-project | \
+            --verbosity) target=wide ;;
+        --*) target=create ;;
         *) refuse "$word: expected a flag of gcloud behind --, with its value behind =: --network=mine." ;;
         esac
-        refuse "$word: contradicts ${0##*/}; set $variable instead."
+        # shellcheck disable=SC2034 # tpu_vm.sh reads it: tpu-vm ssh has these two in this track alone
+        case $flag in --tunnel-through-iap | --batch-size) track=(alpha) ;; esac
+        case $target in
+        '') refuse "$word: contradicts ${0##*/}, which sets this flag itself." ;;
+        TPU_*) refuse "$word: contradicts ${0##*/}; set $target instead." ;;
+        create) create_flags+=("$word") ;;
+        connect) connect_flags+=("$word") ;;
+        ssh) ssh_flags+=("$word") ;;
+        scp) scp_flags+=("$word") ;;
+        wide) wide_flags+=("$word") ;;
+        esac
     done
+    where+=("${wide_flags[@]}")
 }
 
-# Workers have the checkout alone: a config from elsewhere goes into the archive. Its new name has its checksum, so that a
-# worker with an older one is set up again. Sets `shipped`, the path on workers.
+# What is checked here is what runs: each config goes into the archive under a name with its checksum, so that a worker
+# without it is set up again. Sets `shipped`, the path on workers: for a config of the checkout its own path, beside the
+# modules that it names.
 copy_config() {
-    local path
+    local path copy
     shipped=$1
     [[ -f $1 ]] || return 0 # the check says so
     path=$(cd "$(dirname "$1")" && pwd -P)/${1##*/}
+    copy=build/configs/$(cksum < "$1" | cut -d ' ' -f 1)-${1##*/}
+    call mkdir -p "$root/build/configs"
+    call cp "$1" "$root/$copy"
+    copies+=("$copy")
+    shipped=$copy
     case $path in
-    "$root"/build/* | "$root"/runs/* | "$root"/.git/* | "$root"/.venv*) ;;
+    "$root"/build/* | "$root"/runs/* | "$root"/.git/* | "$root"/.venv*) ;; # not in the archive
     "$root"/*)
         shipped=${path#"$root"/}
-        return
+        install_configs+=$(printf '\n    install -D --mode=644 %q %q || exit' "$copy" "$shipped")
         ;;
     esac
-    shipped=build/configs/$(cksum < "$1" | cut -d ' ' -f 1)-${1##*/}
-    call mkdir -p "$root/build/configs"
-    call cp "$1" "$root/$shipped"
-    copies+=("$shipped")
+}
+
+count_chips() { # refuses a size that Google doesn't have (cloud.google.com/tpu/docs/supported-tpu-configurations)
+    local size=${TPU_TYPE##*-} wrong="TPU_TYPE=$TPU_TYPE: expected"
+    [[ $slices =~ ^[1-9][0-9]*$ ]] || refuse "TPU_SLICES=$slices: expected a number of at least 1."
+    [[ $TPU_TYPE =~ -[1-9][0-9]*$ ]] || refuse "$wrong a type and its size, such as v6e-8."
+    case $TPU_TYPE in
+    tpu7x-*) refuse "TPU_TYPE=$TPU_TYPE: Google has TPU7x on GKE alone, not as a TPU VM: launch/gke_jobset_tpu.yaml." ;;
+    v6e-[148] | v5litepod-[148]) devices=$size hosts=$slices ;;
+    v6e-* | v5litepod-*)
+        ((size % 16 == 0)) || refuse "$wrong 1, 4 or 8 chips, or a multiple of 16."
+        devices=4 hosts=$((size * slices / 4))
+        ;;
+    v4-* | v5p-*)
+        ((size % 8 == 0)) || refuse "$wrong a multiple of 8: two cores per chip, four chips per host."
+        devices=4 hosts=$((size * slices / 8))
+        ;;
+    esac
 }
 
 check() { # of the config with the run's own words, here; ends with 2 for a mistake
-    local words=() engine=xla devices=auto hosts=auto cores=${TPU_TYPE:-} word explained
-    cores=${cores##*-}
+    local words=() engine=xla word explained
     [[ ,$extra, != *,torchtpu,* ]] || engine=native
-    [[ $cores =~ ^[0-9]+$ ]] && case $TPU_TYPE in # chips of a host (cloud.google.com/tpu/docs/supported-tpu-configurations)
-    v6e-[148] | v5litepod-[148]) devices=$cores hosts=1 ;;
-    v6e-* | v5litepod-*) devices=4 hosts=$((cores / 4)) ;;
-    v4-* | v5p-*) devices=4 hosts=$((cores / 8)) ;;
-    esac
-    [[ $hosts == auto ]] || hosts=$((hosts * slices))
-    for word in "$@"; do [[ $word == --verbose ]] || words+=("$word"); done # a flag of launch alone
+    # --verbose is a flag of launch alone; what auto means here isn't what it means there.
+    for word in "$@"; do [[ $word == --verbose || $word == --backend=auto ]] || words+=("$word"); done
     words=(-m portable_fsdp.explain --strict --json --device=tpu --backend="$engine" --num_devices="$devices"
         --num_hosts="$hosts" "${words[@]}")
     if $dry_run; then
@@ -380,13 +410,15 @@ check() { # of the config with the run's own words, here; ends with 2 for a mist
 }
 
 still_costs() { # when the script ends: names what is left, and the command that ends it
-    local code=$? there costs="may cost"
+    local code=$? there costs="may cost" words=("TPU_NAME=$name" "TPU_ZONE=$zone" ${project:+"TPU_PROJECT=$project"})
     [[ $code != 0 || $action == run ]] || return 0
     there=$(state 2> /dev/null) || there="no answer from gcloud"
     [[ -n $there ]] || return 0
     [[ $there != "$usable" ]] || costs=costs
     say "$name in $zone ($there) is still there, and $costs money until you delete it:"
-    echo "  TPU_NAME=$name TPU_ZONE=$zone${project:+ TPU_PROJECT=$project} $0 delete${wide_flags[*]:+ -- ${wide_flags[*]}}" >&2
+    words+=("$0" delete)
+    ((${#wide_flags[@]} == 0)) || words+=(-- "${wide_flags[@]}")
+    echo " $(printf ' %q' "${words[@]}")" >&2
 }
 
 main() { # of the script that sources this
@@ -405,15 +437,17 @@ main() { # of the script that sources this
     read_words "$@"
     [[ $action == run || ${#names[@]} == 0 ]] || refuse "--env: only \`run\` hands variables over."
     check_names
-    if [[ $action == run || $action == create ]]; then
-        case ${TPU_TYPE:-} in
-        tpu7x-*) refuse "TPU_TYPE=$TPU_TYPE: Google has TPU7x on GKE alone, not as a TPU VM: launch/gke_jobset_tpu.yaml." ;;
-        esac
-    fi
+    case $action in
+    run | create | setup)
+        [[ -f $root/pyproject.toml ]] ||
+            refuse "$root has no pyproject.toml, from which workers install: run ${0##*/} in a checkout of the project."
+        [[ -z ${TPU_TYPE:-} || $action == setup ]] || count_chips
+        ;;
+    esac
     $dry_run || command -v gcloud > /dev/null || { say "gcloud isn't installed" && exit 1; }
     case $action:${#arguments[@]} in
     run:0) usage ;;
-    run:*) check "${typed[@]}" ;;
+    run:*) check "${local_arguments[@]}" ;;
     create:0) [[ -n ${TPU_TYPE:-} ]] || usage ;;
     setup:0 | logs:0 | stop:0 | delete:0 | doctor:0) ;;
     *) usage ;;

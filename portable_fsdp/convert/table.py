@@ -181,8 +181,10 @@ _OPTIONS_OF_FACTS = {"~strategy": "sharding.strategy", "~mixed": "precision.comp
 
 
 def torch_hint(name: str) -> str:
-    """Return what to write for a word of torch's FSDP, or an empty string."""
-    return next((hint for words, hint in key_table().torch.items() if plain_name(name) in words.split("=")), "")
+    """Return what to write for a word of torch's FSDP, in any case, or an empty string."""
+    word = plain_name(name).replace("_", "")
+    table = key_table().torch.items()
+    return next((hint for words, hint in table if word in words.lower().replace("_", "").split("=")), "")
 
 
 def flag_hint(name: str, value: str) -> str:
@@ -207,6 +209,8 @@ def flag_hint(name: str, value: str) -> str:
             overrides = [f"{key}={yaml_value(setting)}" for key, setting in options if not key.startswith("~")]
             if overrides:
                 return f"here an override: {' '.join(overrides)}"
+            if hint := torch_hint(name):
+                return hint
             if outcome.kind == "refuse":
                 return f"{outcome.refuse}; {outcome.fixes}"
             if outcome.kind in ("ignore", "launcher"):

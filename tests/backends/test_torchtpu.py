@@ -30,8 +30,13 @@ BY_TWO = {
     "context": Case(settings={"sharding.context": 2}),
     "experts": Case("mixtral", settings={"sharding.expert": 2}),
     "dropout": Case("gpt2", settings={"model.dropout": 0.1}),
+    "sequence parallel": Case(settings={"sharding.tensor": 2, "sharding.sequence_parallel": True}),
 }
-PROOFS_BY_TWO = ("qwen3", "gpt2", "context", "dropout")
+BY_FOUR = {
+    "resharded to two": Case(settings={"sharding.reshard_after_forward": 2}),
+    "two replicas": Case(strategy="HYBRID_SHARD", settings={"sharding.replicas": 2}),
+}
+PROOFS_BY_TWO = ("qwen3", "gpt2", "context", "dropout", "sequence parallel")
 ALONE = {
     **FAMILIES,
     "recomputed": Case(checkpointing="full"),
@@ -41,6 +46,7 @@ ALONE = {
         optim={"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}, settings={"model.lora": {"r": 4, "alpha": 8.0}}
     ),
     "accumulated, without clipping": Case(micro_batch=4, max_grad_norm=None),
+    "lion": Case(optim={"name": "lion", "lr": 1e-3, "weight_decay": 0.1}),
 }
 
 
@@ -53,14 +59,16 @@ def curve(answers: list[dict[str, Any]], of: str = "loss") -> list[float]:
     [
         *((1, name) for name in ALONE),
         *(pytest.param(2, name, marks=[pytest.mark.proof] * (name in PROOFS_BY_TWO)) for name in BY_TWO),
+        *(pytest.param(4, name, marks=pytest.mark.proof) for name in BY_FOUR),
     ],
     ids=str,
 )
 def test_the_curve_is_that_of_cpu(devices: int, name: str, run: Run) -> None:
-    case = (ALONE if devices == 1 else BY_TWO)[name]
+    case = (ALONE | BY_TWO | BY_FOUR)[name]
     # An eager layer's sums are those of a compiled one, and CPU has no compiler here.
     alone = {key: value for key, value in case.settings.items() if not key.startswith("sharding.")}
-    plain = replace(case, settings={} if name == "compiled" else alone)
+    settings = {} if name == "compiled" else alone
+    plain = replace(case, strategy=case.strategy.replace("HYBRID", "FULL"), settings=settings)
     on_tpu, on_cpu = run(Group("torchtpu", devices), case), run(Group("native", 1), plain)
     assert len(curve(on_cpu)) == case.steps
     assert curve(on_tpu) == pytest.approx(curve(on_cpu), rel=BOUND)

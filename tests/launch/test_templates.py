@@ -55,12 +55,13 @@ def test_scripts_are_sound_bash() -> None:
 
 def play(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a line of bash in the checkout with the programs of `folder` and no others that could cost money."""
-    for name in ("bash", "cksum", "cut", "dirname", "env", "sleep"):
+    for name in ("bash", "cksum", "cp", "cut", "dirname", "env", "mkdir", "sleep"):
         if not (folder / name).exists():
             (folder / name).symlink_to(Path("/usr/bin") / name)
     environment = {"PATH": str(folder), "FOLDER": str(folder)}
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
-    done.stdout = done.stdout.replace(str(ROOT), "ROOT").replace(str(folder), "FOLDER")
+    done.stdout = re.sub(r"configs/\d+-", "configs/CHECKSUM-", done.stdout.replace(str(ROOT), "ROOT"))
+    done.stdout, done.stderr = (text.replace(str(folder), "FOLDER") for text in (done.stdout, done.stderr))
     return done
 
 
@@ -190,8 +191,11 @@ def test_a_worker_stops_its_run_at_a_notice_that_comes_after_its_start(
 
 
 HOST = {"PATH": f"{PROGRAMS}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-# The first two lives save on SIGTERM and end as torchrun does, the third finishes.
+# The first two lives save on SIGTERM and end as torchrun does, the third finishes; srun obeys SLURM_EXPORT_ENV.
 SRUN = """
+for name in $(compgen -e); do
+    [[ ${SLURM_EXPORT_ENV:-ALL} == ALL || ,$SLURM_EXPORT_ENV, == *,$name,* ]] || unset "$name"
+done
 echo "$@" >> calls
 (( $(wc -l < calls) < 3 )) || exit 0
 trap 'echo "{\\"step\\": 3}" > run/STOPPED; exit 1' TERM
@@ -205,15 +209,22 @@ def test_a_slurm_job_that_is_to_end_saves_and_is_queued_again(tmp_path: Path) ->
     (tmp_path / "run").mkdir()
     program(tmp_path / "bin", "srun", SRUN)
     program(tmp_path / "bin", "scontrol", '[[ $1 == show ]] && echo node0 || echo "$@" > requeued')
-    slurm = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "x", "NPROC_PER_NODE": "2"}
+    slurm = {
+        "SLURM_EXPORT_ENV": "ENV_FILE",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_NODELIST": "x",
+        "NPROC_PER_NODE": "2",
+    }
     variables = HOST | slurm | {"PATH": f"{tmp_path / 'bin'}:{HOST['PATH']}"}
     command = ["bash", LAUNCH / "slurm.sbatch", "--device=cpu", f"--config={tiny_config(tmp_path)}"]
     assert "train.step: unknown key" in finish([*command, "train.step=1"], tmp_path, 2, **variables).err
     secrets = tmp_path / "secrets"
     secrets.write_text("HF_TOKEN='of file'\n")
     secrets.chmod(0o640)
-    variables["ENV_FILE"] = str(secrets)
-    assert f"chmod 600 {secrets}" in finish(command, tmp_path, 2, **variables).err
+    (tmp_path / "link").symlink_to(secrets)
+    variables["ENV_FILE"] = str(tmp_path / "link")
+    assert f"chmod 600 {tmp_path / 'link'}" in finish(command, tmp_path, 2, **variables).err
     secrets.chmod(0o600)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         with started(command, tmp_path, **variables) as life:

@@ -17,13 +17,15 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """`repos`: name -> folder. `gated`: names whose files nobody may have. `asked`: (method, path), in order.
+    """`repos`: name -> folder. `gated`: names whose files nobody may have. `rejected`: tokens that aren't valid.
+    `asked`: (method, path), in order.
 
     No file's content is sent before `expected` processes have asked which commit a revision is.
     """
 
     repos: dict[str, Path]
     gated: set[str] = field(default_factory=set[str])
+    rejected: set[str] = field(default_factory=set[str])
     asked: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     url: str = ""
     expected: int = 0
@@ -79,6 +81,8 @@ def serve(hub: Hub) -> Generator[Hub]:
         def do_GET(self) -> None:
             hub.asked.append((self.command, self.path))
             status, headers, body = hub.answer(self.path)
+            if self.headers.get("Authorization", "").removeprefix("Bearer ") in hub.rejected:
+                status, headers, body = 401, {"X-Error-Message": "Invalid credentials in Authorization header"}, b""
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
