@@ -26,6 +26,7 @@ from portable_fsdp.accelerator.prepare import Twins, prepare_model, prepare_opti
 from portable_fsdp.accelerator.rows import PreparedLoader, Shards
 from portable_fsdp.accelerator.start import start_workers
 from portable_fsdp.accelerator.state import close, end_with_a_sentence, fill_states, open_engine, plugin_of
+from portable_fsdp.accelerator.watch import HostReads
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
@@ -34,12 +35,15 @@ from portable_fsdp.runtime.errors import ConfigError
 class PreparedOptimizer(AcceleratedOptimizer):
     """accelerate's wrapper: a step and zero_grad do something where gradients are complete."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: Backend, keeps: bool) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, engine: Backend, keeps: bool, before: Callable[[], None]
+    ) -> None:
         super().__init__(optimizer, device_placement=False)
-        self._engine, self._keeps = engine, keeps
+        self._engine, self._keeps, self._before = engine, keeps, before
 
     def step(self, closure: Any = None) -> None:
         if self.gradient_state.sync_gradients:
+            self._before()
             self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -95,6 +99,7 @@ class Accelerator(accelerate.Accelerator):
         if self.distributed_type == DistributedType.FSDP:
             self.state.fsdp_plugin = plugin_of(self._opened)
         self._twins, self._autocast, self._defers = Twins(), autocast and precision == "bf16", False
+        self._reads, self._is_whole = HostReads(), False  # is_whole: inside of `step_function`'s
         self._pending_log: Callable[[], None] = lambda: None
 
     # -------------------------------------------------------------------------------------------------- what it is
@@ -146,7 +151,7 @@ class Accelerator(accelerate.Accelerator):
                 self._optimizers.append(optimizer)
             return optimizer
         prepare_optimizer(optimizer, self.engine, self._twins)
-        prepared = PreparedOptimizer(optimizer, self.engine, self._keeps_gradients)
+        prepared = PreparedOptimizer(optimizer, self.engine, self._keeps_gradients, self._reads.end)
         cast(Any, prepared)._is_accelerate_prepared = True
         self._optimizers.append(prepared)
         return prepared
@@ -164,7 +169,7 @@ class Accelerator(accelerate.Accelerator):
         each = max(1, count // part.count)
         own = tuple(range(part.index * each, part.index * each + each))
         shards = Shards(own, count, self.split_batches, self.even_batches)
-        rows = PreparedLoader(data_loader, self.engine, shards, self._end_step)
+        rows = PreparedLoader(data_loader, self.engine, shards, self._before_batch)
         cast(Any, rows)._is_accelerate_prepared = True
         self._dataloaders.append(rows)
         return rows
@@ -231,8 +236,30 @@ class Accelerator(accelerate.Accelerator):
     def _trained(self, parameters: Any) -> list[Tensor]:
         return self._twins.of([parameters] if isinstance(parameters, Tensor) else parameters)
 
+    def step_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The strict form: `function(batch)` holds the whole step, from forward to `zero_grad`, and returns tensors. On
+        XLA it is one program; raises BackendError, with the line, for a step that reads a number on the host."""
+        compiled = self.engine.compile(function, getattr(function, "__name__", "step"))
+
+        def run(*args: Any) -> Any:
+            self._end_step()
+            self._is_whole = True
+            try:
+                return compiled(*args)
+            finally:
+                self._is_whole = False
+
+        return run
+
     def _end_step(self) -> None:
-        self.engine.end_step()
+        self._reads.end()
+        if not self._is_whole:
+            self.engine.end_step()
+
+    def _before_batch(self) -> None:
+        self._end_step()
+        if self.engine.device.type == "xla":
+            self._reads.begin_step()
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Generator[None]:
