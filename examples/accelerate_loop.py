@@ -1,7 +1,8 @@
-"""A loop written for accelerate; ported_loop.py beside it is the same on portable_fsdp. accelerate launch THIS"""
+"""A loop written for accelerate; ported_loop.py beside it has one other import. accelerate launch THIS"""
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from image_classifier import Classifier, Shapes
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader
 
 def main() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
+    set_seed(0)
     model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     train_rows = DataLoader(Shapes("train"), batch_size=12, shuffle=True)

@@ -5,7 +5,6 @@ Read first: `train/loop.py` (a run, top to bottom), `backends/contract.py` (the 
 """
 
 import importlib
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +54,8 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":  # for `import *`
         return [name for names in _HOMES.values() for name in names.split()]
     if home := next((module for module, names in _HOMES.items() if name in names.split()), ""):
-        os.environ |= {"USE_TORCH_XLA": "0"} if "accelerator" in home else {}  # else accelerate's import takes a device
+        if "accelerator" in home:
+            importlib.import_module(f"{__name__}.accelerator").keep_xla_out()
         return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

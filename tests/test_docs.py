@@ -104,11 +104,11 @@ def check(command: Command) -> None:
             load_config(ROOT / values.config, values.overrides)
         case ["python", "-m", module, *arguments] if module in PARSED:
             PARSED[module]().parse_args(arguments)
-        case ["python", "examples/accelerate_loop.py" | "examples/fsdp1_loop.py" | "examples/fsdp2_loop.py"]:
+        case ["python", "examples/accelerate_loop.py" | "examples/ported_loop.py"]:
             pass
-        case ["python", script, device, backend, *_] if re.search(
-            r"/(own_rows|ported_loop|from_fsdp._loop)\.py$", script
-        ):
+        case ["python", "examples/fsdp1_loop.py" | "examples/fsdp2_loop.py"]:
+            pass
+        case ["python", script, device, backend, *_] if re.search(r"/(own_rows|from_fsdp._loop)\.py$", script):
             require_names(device, backend)
         case ["python", "examples/own_loop.py", path, device, backend, *overrides]:
             require_names(device, backend)

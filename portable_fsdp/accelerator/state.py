@@ -22,9 +22,10 @@ from typing import Any, NamedTuple, cast
 import accelerate
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, imports
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from packaging.version import Version
 
+from portable_fsdp.accelerator import keep_xla_out
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.describe import with_settings
@@ -86,8 +87,7 @@ def open_engine(
             )
         return _opened[0]
     require_version()
-    # accelerate must not touch XLA: its first device would fix their number.
-    cast(Any, imports)._torch_xla_available = False
+    keep_xla_out()
     overrides, start = with_variable(sections, start)
     resolved = _config(config, overrides, plugin)
     with _lines_of_gloo():
