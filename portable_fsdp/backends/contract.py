@@ -411,9 +411,6 @@ class Backend(Closing):
         """
 
 
-# ----------------------------------------------------------------------------------------- shared by all engines
-
-
 def as_batch(batch: object) -> Batch:
     """Return a batch. Raises ConfigError for anything but a dict of tensors."""
     values = cast(dict[object, object], batch if isinstance(batch, Mapping) and batch else {0: batch})

@@ -84,9 +84,22 @@ class Replacement:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return each tensor in `value` once."""
+    found = dict[int, Tensor]()
+    if _all_found(value, found, 4):
+        return [*found.values()]
     tensors: list[Tensor] = []
     Replacement(lambda tensor: tensors.append(tensor) or tensor)(value)
     return tensors
+
+
+def _all_found(value: Any, found: dict[int, Tensor], depth: int) -> bool:
+    """Find tensors in plain containers, which takes a third of the time; whether no other value may hold one."""
+    if type(value) is Tensor:
+        found[id(value)] = value
+        return True
+    if type(value) not in (tuple, dict, list) or not depth:
+        return _is_plain(type(value))
+    return all(_all_found(each, found, depth - 1) for each in (value.values() if type(value) is dict else value))
 
 
 def grad_tensors(value: Any) -> list[Tensor]:

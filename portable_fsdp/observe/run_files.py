@@ -164,9 +164,6 @@ def _line(row: Mapping[str, object]) -> str:
     return json.dumps(finite, default=str, allow_nan=False) + "\n"
 
 
-# ------------------------------------------------------------------------------------------------------ the callback
-
-
 class RunFiles(Callback):
     """Writes config.yaml, metrics.jsonl, samples.jsonl, events.jsonl and STOPPED."""
 

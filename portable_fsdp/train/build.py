@@ -136,9 +136,6 @@ def _ids(config: Config, vocabulary: Tokenizer | int | None, *, fill: bool) -> t
     return vocabulary.vocab_size, vocabulary
 
 
-# ------------------------------------------------------------------------------------------------------- the passes
-
-
 @dataclass(frozen=True)
 class _Context:
     """What passes read."""

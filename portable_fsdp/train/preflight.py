@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from portable_fsdp.data.build import Corpus
 
 
-# ---------------------------------------------------------------------------------------------------- without torch
-
-
 def check_config(config: Config, deployment: Deployment | None, *, writes: bool = True) -> None:
     """Check a config for a deployment, and the files that it names on this host; contacts no hub and no object store.
 
@@ -158,9 +155,6 @@ def checkpoint_folder(config: Config) -> Path:
     return locate(config.checkpoint.dir or Path(config.run.dir) / "checkpoints")
 
 
-# ---------------------------------------------------------------------------------------------------- with the engine
-
-
 def check_with_engine(config: Config, backend: "Backend", *, writes: bool = True) -> None:
     """Raise on all processes for folders that aren't writable and for a wrong architecture, before minutes of
     tokenizing. *collective*"""
@@ -209,9 +203,6 @@ def _problem_of_model(config: Config) -> str:
     except Exception as error:  # an error of the model's own code: that of the data goes first
         return str(error) if isinstance(error, PortableFSDPError) else ""
     return ""
-
-
-# ----------------------------------------------------------------------------------------------------- with the model
 
 
 def require_same_model(backend: "Backend", config: Mapping[str, Any]) -> None:

@@ -89,6 +89,7 @@ class _Sharded:
     prefetch: "Prefetch | None" = None
     units: list[FSDPModule] = field(default_factory=lambda: [])  # the root first
     cuts: dict[Tensor, tuple[str, ...]] = field(default_factory=lambda: {})  # weight -> axes, found at the first clip
+    whole: list[nn.Parameter] = field(default_factory=lambda: [])  # weights that aren't cut, nor gathered
 
 
 class NativeBackend(contract.Backend):
@@ -267,6 +268,7 @@ class NativeBackend(contract.Backend):
             self.offload.wrap([model.get_submodule(name) for name in policy.recompute])
         if fill is not None:
             self._fill(model, policy, fill)
+        record.whole = [weight for weight in model.parameters() if not isinstance(weight, DTensor)]
         return model
 
     def _fill(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill) -> None:
@@ -399,8 +401,7 @@ class NativeBackend(contract.Backend):
     def _gradient_sums(self, models: list[nn.Module]) -> "GradientSums | None":
         """The all-reduce of gradients that FSDP2 doesn't reduce, rebuilt when the set of trainable weights changes;
         None: no trainable weight is replicated."""
-        weights = (p for model in models for p in model.parameters())
-        trained = [p for p in weights if p.requires_grad and not isinstance(p, DTensor)]
+        trained = [p for model in models for p in self._models[model].whole if p.requires_grad]
         if not trained:
             return None
         key = tuple(map(id, models))
