@@ -94,4 +94,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, engine: Backend, twins: 
     """Let an optimizer of the script step the sharded weights. Its groups stay: schedulers know them. *collective*"""
     for group in optimizer.param_groups:
         group["params"] = twins.of(group["params"])
+    for parameter in [*optimizer.state]:  # made early, by torch's Adagrad
+        (twin,) = twins.of([cast(Tensor, parameter)])
+        optimizer.state[twin] = optimizer.state.pop(parameter)
     engine.shard_optimizer(optimizer)
