@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
-from accelerate.utils import recursively_apply
+from accelerate.utils import concatenate, find_batch_size, recursively_apply, slice_tensors
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
@@ -51,7 +51,7 @@ class _Lazy:
         self._batches = batches
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._batches
+        return map(list, self._batches)  # accelerate completes a batch in place
 
 
 class OwnBatches(BatchSampler):
@@ -136,13 +136,17 @@ class PreparedLoader(DataLoaderShard):
 
     def __iter__(self) -> Generator[Any]:
         self._sizes.clear()
-        state = self._sync_order()
+        state, first = self._sync_order(), None
         for batch in super().__iter__():
             self._end_step()
             self.rows = self._sizes.popleft() if self._sizes else None
             if state is not None:  # the sampler has drawn
                 torch.set_rng_state(state)
                 state = None
+            if self._is_stream and self.end_of_dataloader and not self._shards.split:
+                batch = self._completed(batch, first)
+            elif first is None:
+                first = batch
             yield self.place(batch)
         self._end_step()
         self.rows = None
@@ -151,6 +155,13 @@ class PreparedLoader(DataLoaderShard):
         super().begin()
         if self._shards.split and not self._is_stream:
             self.remainder = 0  # no row comes twice
+
+    def _completed(self, batch: Any, first: Any) -> Any:
+        """Complete the last rows of a stream as accelerate does: with the first ones, one for each shard."""
+        self.remainder, missing = find_batch_size(batch), -find_batch_size(batch) % self._shards.total
+        if not missing or not self._shards.even or self._drop_last:
+            return batch
+        return concatenate([batch, slice_tensors(batch if first is None else first, slice(0, missing))])
 
     def _sync_order(self) -> Tensor | None:
         """Let all processes draw the order of process 0. Return this process's own random state, if it was replaced."""

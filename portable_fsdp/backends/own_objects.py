@@ -89,7 +89,8 @@ def zero_state(
         )
     if optimizer in known or _has_stepped(optimizer):
         raise BackendError(
-            f"shard_optimizer: {name} was passed before, or has state.\n  Pass an optimizer once, before its first step."
+            f"shard_optimizer: {name} was passed before, or has state.\n"
+            "  Pass an optimizer once, before its first step."
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise BackendError("shard_optimizer: LBFGS needs a closure, which runs forward many times. Use another one.")

@@ -1,7 +1,7 @@
 """Training loops as people write them for accelerate, and `Plain`, which runs the same ones in torch alone.
 
-A pattern is a generator: it makes its models, prepares them, and yields the numbers of each step. Losses are kept row by
-row, so that `gather_for_metrics` gives the mean over the global batch, however its rows are divided.
+A pattern is a generator: it makes its models, prepares them, and yields the numbers of each step. Losses are kept row
+by row, so that `gather_for_metrics` gives the mean over the global batch, however its rows are divided.
 """
 
 import itertools
