@@ -151,7 +151,8 @@ class Accelerator(accelerate.Accelerator):
         part, count = self.engine.data_shard, self._opened.processes
         each = max(1, count // part.count)
         own = tuple(range(part.index * each, part.index * each + each))
-        shards = Shards(own, count, self.split_batches, self.even_batches)
+        order = self.use_seedable_sampler, self.dataloader_config.data_seed
+        shards = Shards(own, count, self.split_batches, self.even_batches, *order)
         rows = PreparedLoader(data_loader, self.engine, shards, self._end_step)
         cast(Any, rows)._is_accelerate_prepared = True
         self._dataloaders.append(rows)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
-from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SeedableRandomSampler
 from accelerate.utils import concatenate, find_batch_size, recursively_apply, slice_tensors
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
@@ -41,6 +41,8 @@ class Shards(NamedTuple):
     total: int
     split: bool  # each batch of the sampler, instead of `total` of them
     even: bool  # the last batches are completed
+    seedable: bool = False  # a random order follows the epoch, from `seed` or torch's
+    seed: int | None = None
 
 
 class _Lazy:
@@ -116,6 +118,8 @@ class PreparedLoader(DataLoaderShard):
             kept |= {"batch_size": loader.batch_size and loader.batch_size * many, "drop_last": loader.drop_last}
         else:
             batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+            if shards.seedable and isinstance(getattr(batches, "sampler", None), RandomSampler):
+                _make_seedable(cast(BatchSampler, batches), engine.agree(shards.seed or torch.initial_seed()))
             own = OwnBatches(cast(Any, batches), shards, self._sizes.append)
             kept["batch_sampler"] = own
             self._sampler = getattr(own.sampler, "sampler", own.sampler)
@@ -188,3 +192,10 @@ class PreparedLoader(DataLoaderShard):
             raise ConfigError("total_batch_size: this loader's batches have no fixed size.")
         many = 1 if self._shards.split or self._is_stream else self._shards.total
         return size * many
+
+
+def _make_seedable(batches: BatchSampler, seed: int) -> None:
+    old = cast(Any, batches.sampler)
+    batches.sampler = SeedableRandomSampler(
+        old.data_source, old.replacement, old._num_samples, old.generator, data_seed=seed
+    )

@@ -44,6 +44,7 @@ class Opened(NamedTuple):
     config: Config
     arguments: Mapping[str, Any]
     processes: int  # groups of devices that get different rows, or 1
+    steps: int  # of gradient accumulation
 
 
 _opened: list[Opened] = []
@@ -66,8 +67,15 @@ def open_engine(
     steps: int,
     processes: str,
 ) -> Opened:
-    """Open the engine of this process, or return the open one. Raises ConfigError if that has other arguments."""
+    """Open the engine of this process, or return the open one. Raises ConfigError if that has other arguments, and the
+    shared states weren't reset meanwhile."""
     arguments = {"config": config and str(config), **sections, **start, "processes": processes}
+    if (
+        _opened
+        and _were_reset()
+        and {**arguments, "steps": steps} != {**_opened[0].arguments, "steps": _opened[0].steps}
+    ):
+        close()
     if _opened:
         if arguments != _opened[0].arguments:
             before = _opened[0].arguments
@@ -88,8 +96,16 @@ def open_engine(
         rows = {"train.micro_batch": "1", "train.global_batch": str(engine.row_shards * steps)}
         engine.adopt(resolved := with_settings(resolved, rows))
     is_one = processes == "one" and engine.device.type == "xla"
-    _opened.append(Opened(engine, resolved, arguments, 1 if is_one else engine.row_shards))
+    _opened.append(Opened(engine, resolved, arguments, 1 if is_one else engine.row_shards, steps))
     return _opened[0]
+
+
+def _were_reset() -> bool:
+    """Whether somebody emptied the shared states (`AcceleratorState._reset_state()`), and so begins anew."""
+    return (
+        not AcceleratorState._shared_state
+        or cast(dict[str, Any], PartialState._shared_state).get("_engine") is not _opened[0].engine
+    )
 
 
 def _with_variable(
