@@ -6,7 +6,7 @@ states is inherited. `names.py` says of each public name which of both it is, or
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import accelerate
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from portable_fsdp.accelerator.prepare import Twins, prepare_model, prepare_optimizer
+from portable_fsdp.accelerator.prepare import GradientGraphs, Twins, prepare_model, prepare_optimizer
 from portable_fsdp.accelerator.rows import PreparedLoader, Shards
 from portable_fsdp.accelerator.state import close, fill_states, open_engine, plugin_of
 from portable_fsdp.backends.contract import Backend
@@ -83,6 +83,7 @@ class Accelerator(accelerate.Accelerator):
         if self.distributed_type == DistributedType.FSDP:
             self.state.fsdp_plugin = plugin_of(self._opened)
         self._twins, self._autocast, self._defers = Twins(), autocast and precision == "bf16", False
+        self._graphs = GradientGraphs()
         self._pending_log: Callable[[], None] = lambda: None
 
     # -------------------------------------------------------------------------------------------------- what it is
@@ -122,6 +123,7 @@ class Accelerator(accelerate.Accelerator):
         if model in self._models:
             raise ConfigError(f"prepare: this {type(model).__name__} is prepared already: prepare it once.")
         model = prepare_model(model, self._opened.config, self.engine, self._twins)
+        self._graphs.watch(model)
         if self._autocast:
             model.forward = _in_autocast(model.forward, self.engine.device.type)
         self._models.append(model)
@@ -192,7 +194,11 @@ class Accelerator(accelerate.Accelerator):
             loss = loss * share
         if self.gradient_accumulation_steps > 1:
             loss = loss / self.gradient_accumulation_steps
-        with self.engine.accumulate(not self._defers):
+        with ExitStack() as contexts:
+            held = self._graphs.end()
+            contexts.enter_context(self.engine.accumulate(not self._defers))
+            for model in held:
+                contexts.enter_context(self.engine.second_derivatives(model))
             loss.backward(**kwargs)
 
     def _share(self, count: Tensor | float | None = None) -> Tensor | float:

@@ -61,9 +61,6 @@ class Plain:
     def no_sync(self, _: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def second_derivatives(self, _: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def backward(self, loss: Tensor, count: Tensor | None = None, **kwargs: Any) -> None:
         (loss / self._every).backward(**kwargs)
 
@@ -277,17 +274,15 @@ def two_forwards(acc: Any) -> Steps:
 
 
 def penalty(acc: Any) -> Steps:
-    """A gradient of a gradient."""
+    """A loss that holds a gradient."""
     model = Net(8, 1)
     model, optimizer, loader = acc.prepare(model, adamw(model), rows())
-    second_derivatives = acc.second_derivatives if isinstance(acc, Plain) else acc.engine.second_derivatives
     for x, y in forever(loader):
         x = x.detach().requires_grad_()
-        with second_derivatives(model):
-            out = model(x).squeeze(1)
-            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-            losses = (out - y).square() + 0.1 * (slope.norm(dim=1) - 1).square()
-            acc.backward(losses.mean())
+        out = model(x).squeeze(1)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        losses = (out - y).square() + 0.1 * (slope.norm(dim=1) - 1).square()
+        acc.backward(losses.mean())
         optimizer.step()
         optimizer.zero_grad()
         yield means(acc, loss=losses)
