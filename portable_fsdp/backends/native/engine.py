@@ -399,8 +399,8 @@ class NativeBackend(contract.Backend):
     def _gradient_sums(self, models: list[nn.Module]) -> "GradientSums | None":
         """The all-reduce of gradients that FSDP2 doesn't reduce, rebuilt when the set of trainable weights changes;
         None: no trainable weight is replicated."""
-        weights = (p for model in models for p in model.parameters())
-        trained = [p for p in weights if p.requires_grad and not isinstance(p, DTensor)]
+        in_unit = {p: p.dim() and self._models[model].units for model in models for p in model.parameters()}
+        trained = [p for p, units in in_unit.items() if p.requires_grad and not (units or isinstance(p, DTensor))]
         if not trained:
             return None
         key = tuple(map(id, models))
