@@ -131,6 +131,6 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, engine: Backend, twins: 
     for group in optimizer.param_groups:
         group["params"] = twins.of(group["params"])
     for parameter in [*optimizer.state]:  # made early, by torch's Adagrad
-        (twin,) = twins.of([cast(Tensor, parameter)])
+        (twin,) = twins.of([parameter])
         optimizer.state[twin] = optimizer.state.pop(parameter)
     engine.shard_optimizer(optimizer)

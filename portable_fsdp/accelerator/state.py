@@ -12,6 +12,7 @@ import os
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import accelerate
@@ -150,6 +151,9 @@ def fill_states(opened: Opened, mixed_precision: str, wait: Callable[[], None]) 
         "process_index": index,
         "wait_for_everyone": wait,  # all of accelerate waits here
     }
+    if engine.device.type == "xla":  # a host computes what accelerate would give to each of its devices
+        host = SimpleNamespace(num_processes=engine.process.count, process_index=engine.process.index, device="cpu")
+        partial["split_between_processes"] = MethodType(PartialState.split_between_processes, host)
 
 
 def plugin_of(opened: Opened) -> FullyShardedDataParallelPlugin | None:
