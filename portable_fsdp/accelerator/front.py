@@ -7,7 +7,7 @@ states is inherited. `names.py` says of each public name which of both it is, or
 import os
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from portable_fsdp.accelerator.prepare import Twins, prepare_model, prepare_optimizer
+from portable_fsdp.accelerator.prepare import GradientGraphs, Twins, prepare_model, prepare_optimizer
 from portable_fsdp.accelerator.rows import PreparedLoader, Shards
 from portable_fsdp.accelerator.start import start_workers
 from portable_fsdp.accelerator.state import close, end_with_a_sentence, fill_states, open_engine, plugin_of
@@ -100,6 +100,7 @@ class Accelerator(accelerate.Accelerator):
             self.state.fsdp_plugin = plugin_of(self._opened)
         self._twins, self._autocast, self._defers = Twins(), autocast and precision == "bf16", False
         self._reads, self._is_whole = HostReads(), False  # is_whole: inside of `step_function`'s
+        self._graphs = GradientGraphs()
         self._pending_log: Callable[[], None] = lambda: None
 
     # -------------------------------------------------------------------------------------------------- what it is
@@ -139,6 +140,7 @@ class Accelerator(accelerate.Accelerator):
         if model in self._models:
             raise ConfigError(f"prepare: this {type(model).__name__} is prepared already: prepare it once.")
         model = prepare_model(model, self._opened.config, self.engine, self._twins)
+        self._graphs.watch(model)
         if self._autocast:
             model.forward = _in_autocast(model.forward, self.engine.device.type)
         self._models.append(model)
@@ -168,7 +170,8 @@ class Accelerator(accelerate.Accelerator):
         part, count = self.engine.data_shard, self._opened.processes
         each = max(1, count // part.count)
         own = tuple(range(part.index * each, part.index * each + each))
-        shards = Shards(own, count, self.split_batches, self.even_batches)
+        order = self.use_seedable_sampler, self.dataloader_config.data_seed
+        shards = Shards(own, count, self.split_batches, self.even_batches, *order)
         rows = PreparedLoader(data_loader, self.engine, shards, self._before_batch)
         cast(Any, rows)._is_accelerate_prepared = True
         self._dataloaders.append(rows)
@@ -208,7 +211,11 @@ class Accelerator(accelerate.Accelerator):
             loss = loss * share
         if self.gradient_accumulation_steps > 1:
             loss = loss / self.gradient_accumulation_steps
-        with self.engine.accumulate(not self._defers):
+        with ExitStack() as contexts:
+            held = self._graphs.end()
+            contexts.enter_context(self.engine.accumulate(not self._defers))
+            for model in held:
+                contexts.enter_context(self.engine.second_derivatives(model))
             loss.backward(**kwargs)
 
     def _share(self, count: Tensor | float | None = None) -> Tensor | float:
@@ -389,7 +396,7 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
     if given.get("device_placement") is False:
         raise ConfigError("Accelerator: device_placement=False: models and batches always move.\n  Leave it out.")
     loaders = given.get("dataloader_config")
-    for name in ("dispatch_batches", "use_seedable_sampler", "use_stateful_dataloader", "data_seed"):
+    for name in ("dispatch_batches", "use_stateful_dataloader"):
         if getattr(loaders, name, None):
             raise ConfigError(f"Accelerator: dataloader_config: {name} isn't built.\n  Leave it out.")
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
-from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
-from accelerate.utils import recursively_apply
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SeedableRandomSampler
+from accelerate.utils import concatenate, find_batch_size, recursively_apply, slice_tensors
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
@@ -41,6 +41,8 @@ class Shards(NamedTuple):
     total: int
     split: bool  # each batch of the sampler, instead of `total` of them
     even: bool  # the last batches are completed
+    seedable: bool = False  # a random order follows the epoch, from `seed` or torch's
+    seed: int | None = None
 
 
 class _Lazy:
@@ -51,7 +53,7 @@ class _Lazy:
         self._batches = batches
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._batches
+        return map(list, self._batches)  # accelerate completes a batch in place
 
 
 class OwnBatches(BatchSampler):
@@ -116,6 +118,8 @@ class PreparedLoader(DataLoaderShard):
             kept |= {"batch_size": loader.batch_size and loader.batch_size * many, "drop_last": loader.drop_last}
         else:
             batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+            if shards.seedable and isinstance(getattr(batches, "sampler", None), RandomSampler):
+                _make_seedable(cast(BatchSampler, batches), engine.agree(shards.seed or torch.initial_seed()))
             own = OwnBatches(cast(Any, batches), shards, self._sizes.append)
             kept["batch_sampler"] = own
             self._sampler = getattr(own.sampler, "sampler", own.sampler)
@@ -136,13 +140,17 @@ class PreparedLoader(DataLoaderShard):
 
     def __iter__(self) -> Generator[Any]:
         self._sizes.clear()
-        state = self._sync_order()
+        state, first = self._sync_order(), None
         for batch in super().__iter__():
             self._end_step()
             self.rows = self._sizes.popleft() if self._sizes else None
             if state is not None:  # the sampler has drawn
                 torch.set_rng_state(state)
                 state = None
+            if self._is_stream and self.end_of_dataloader and not self._shards.split:
+                batch = self._completed(batch, first)
+            elif first is None:
+                first = batch
             yield self.place(batch)
         self._end_step()
         self.rows = None
@@ -151,6 +159,13 @@ class PreparedLoader(DataLoaderShard):
         super().begin()
         if self._shards.split and not self._is_stream:
             self.remainder = 0  # no row comes twice
+
+    def _completed(self, batch: Any, first: Any) -> Any:
+        """Complete the last rows of a stream as accelerate does: with the first ones, one for each shard."""
+        self.remainder, missing = find_batch_size(batch), -find_batch_size(batch) % self._shards.total
+        if not missing or not self._shards.even or self._drop_last:
+            return batch
+        return concatenate([batch, slice_tensors(batch if first is None else first, slice(0, missing))])
 
     def _sync_order(self) -> Tensor | None:
         """Let all processes draw the order of process 0. Return this process's own random state, if it was replaced."""
@@ -177,3 +192,10 @@ class PreparedLoader(DataLoaderShard):
             raise ConfigError("total_batch_size: this loader's batches have no fixed size.")
         many = 1 if self._shards.split or self._is_stream else self._shards.total
         return size * many
+
+
+def _make_seedable(batches: BatchSampler, seed: int) -> None:
+    old = cast(Any, batches.sampler)
+    batches.sampler = SeedableRandomSampler(
+        old.data_source, old.replacement, old._num_samples, old.generator, data_seed=seed
+    )

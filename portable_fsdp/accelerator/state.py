@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from types import TracebackType
+from types import MethodType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple, cast
 
 import accelerate
@@ -52,6 +52,7 @@ class Opened(NamedTuple):
     config: Config
     arguments: Mapping[str, Any]
     processes: int  # groups of devices that get different rows, or 1
+    steps: int  # of gradient accumulation
 
 
 _opened: list[Opened] = []
@@ -75,8 +76,15 @@ def open_engine(
     processes: str,
     plugin: FullyShardedDataParallelPlugin | None,
 ) -> Opened:
-    """Open the engine of this process, or return the open one. Raises ConfigError if that has other arguments."""
+    """Open the engine of this process, or return the open one. Raises ConfigError if that has other arguments, and the
+    shared states weren't reset meanwhile."""
     arguments = {"config": config and str(config), **sections, **start, "processes": processes}
+    if (
+        _opened
+        and _were_reset()
+        and {**arguments, "steps": steps} != {**_opened[0].arguments, "steps": _opened[0].steps}
+    ):
+        close()
     if _opened:
         if arguments != _opened[0].arguments:
             before = _opened[0].arguments
@@ -98,8 +106,16 @@ def open_engine(
         rows = {"train.micro_batch": "1", "train.global_batch": str(engine.row_shards * steps)}
         engine.adopt(resolved := with_settings(resolved, rows))
     is_one = processes == "one" and engine.device.type == "xla"
-    _opened.append(Opened(engine, resolved, arguments, 1 if is_one else engine.row_shards))
+    _opened.append(Opened(engine, resolved, arguments, 1 if is_one else engine.row_shards, steps))
     return _opened[0]
+
+
+def _were_reset() -> bool:
+    """Whether somebody emptied the shared states (`AcceleratorState._reset_state()`), and so begins anew."""
+    return (
+        not AcceleratorState._shared_state
+        or cast(dict[str, Any], PartialState._shared_state).get("_engine") is not _opened[0].engine
+    )
 
 
 def with_variable(sections: Mapping[str, Any], start: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
@@ -197,6 +213,9 @@ def fill_states(opened: Opened, wait: Callable[[], None]) -> None:
         "process_index": index,
         "wait_for_everyone": wait,  # all of accelerate waits here
     }
+    if engine.device.type == "xla":  # a host computes what accelerate would give to each of its devices
+        host = SimpleNamespace(num_processes=engine.process.count, process_index=engine.process.index, device="cpu")
+        partial["split_between_processes"] = MethodType(PartialState.split_between_processes, host)
 
 
 def plugin_of(opened: Opened) -> FullyShardedDataParallelPlugin | None:

@@ -87,10 +87,10 @@ def zero_state(
             f"shard_optimizer: {name} has a parameter of no model that this engine sharded.\n"
             "  Shard the models first, and make the optimizer of their parameters."
         )
-    if optimizer in known or any(optimizer.state.values()):
+    if optimizer in known or _has_stepped(optimizer):
         raise BackendError(
-            f"shard_optimizer: {name} was passed before, or has state.\n  Pass an optimizer once, before its first "
-            "step. Those that make their state when they are made (torch's Adagrad) aren't supported."
+            f"shard_optimizer: {name} was passed before, or has state.\n"
+            "  Pass an optimizer once, before its first step."
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise BackendError("shard_optimizer: LBFGS needs a closure, which runs forward many times. Use another one.")
@@ -103,10 +103,19 @@ def zero_state(
             for key, value in twin.state[twins[parameter]].items():
                 is_tensor, group = isinstance(value, Tensor), group_of[parameter]
                 optimizer.state[parameter][key] = zeros(parameter, value, group) if is_tensor else value
+                if key == "sum" and group.get("initial_accumulator_value"):  # Adagrad's
+                    optimizer.state[parameter][key].fill_(group["initial_accumulator_value"])
 
-    if _begins_as_zeros(optimizer):
+    if any(optimizer.state.values()) or _begins_as_zeros(optimizer):
+        optimizer.state.clear()
         allocate(optimizer, group_of)
     return allocate
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    if isinstance(optimizer, torch.optim.Adagrad):  # makes its state when it is made
+        return any(bool(state["step"]) for state in optimizer.state.values())
+    return any(optimizer.state.values())
 
 
 def _begins_as_zeros(optimizer: torch.optim.Optimizer) -> bool:
@@ -137,12 +146,13 @@ def _small(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, dic
 def _copied(
     optimizer: torch.optim.Optimizer, make: Callable[[Tensor], Tensor]
 ) -> tuple[torch.optim.Optimizer, dict[Tensor, nn.Parameter]]:
-    """A copy of an optimizer without its state, over other parameters, which have a gradient; and these."""
+    """A copy of an optimizer over other parameters, which have a gradient; and these. Without its state, but for
+    Adagrad's."""
     weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     twins = {weight: nn.Parameter(make(weight)) for weight in weights}
     for twin in twins.values():
         twin.grad = torch.ones_like(twin)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {**group, "params": [twins[weight] for weight in group["params"]]}
         | ({"fused": None} if "fused" in group else {})
         for group in optimizer.param_groups
@@ -151,7 +161,12 @@ def _copied(
     copied = object.__new__(type(optimizer))
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", *hooks)}
     own = copy.deepcopy(own, {id(weight): twin for weight, twin in twins.items()})  # a step may change them
-    vars(copied).update({**own, **hooks, "state": defaultdict(dict), "param_groups": groups})
+    state = defaultdict[Tensor, dict[str, Any]](dict)
+    for group in groups if isinstance(optimizer, torch.optim.Adagrad) else ():
+        for twin in group["params"]:
+            total = torch.full_like(twin, group["initial_accumulator_value"], requires_grad=False)
+            state[twin] = {"step": torch.zeros(()), "sum": total}
+    vars(copied).update({**own, **hooks, "state": state, "param_groups": groups})
     return copied, twins
 
 

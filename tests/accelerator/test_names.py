@@ -41,7 +41,7 @@ def test_a_refused_name_says_why(name: str) -> None:
         ({"mixed_precision": "fp16"}, "mixed_precision=fp16 isn't built"),
         ({"dynamo_backend": "inductor"}, r"dynamo_backend: pass compile={'enabled': True}"),
         ({"device_placement": False}, "device_placement=False"),
-        ({"dataloader_config": accelerate.DataLoaderConfiguration(use_seedable_sampler=True)}, "use_seedable_sampler"),
+        ({"dataloader_config": accelerate.DataLoaderConfiguration(dispatch_batches=True)}, "dispatch_batches"),
         ({"sharding": {"strateg": "FULL_SHARD"}}, "unknown key"),
         ({"backend": "cuda"}, "--backend=cuda: expected one of"),
     ],

@@ -1,0 +1,54 @@
+"""Loops written for accelerate, on both engines, against the same loops in plain torch."""
+
+from typing import Any
+
+import pytest
+from patterns import MORE_PROGRAMS, PATTERNS, accelerated_run, accelerator, plain_run
+from workers import GetWorkers, Group, marked
+
+SUITE = (Group("gloo", 2), Group("xla", 4))
+PROOFS = (Group("gloo", 1), Group("gloo", 3), Group("xla", 1))
+PLACES = [marked(group, in_suite=group in SUITE) for group in (*SUITE, *PROOFS)]
+
+
+@pytest.mark.parametrize("group", PLACES)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_losses_are_those_of_plain_torch(name: str, group: Group, workers: GetWorkers) -> None:
+    expected: list[dict[str, Any]] = plain_run(name)
+    for steps, late in workers(group).run(accelerated_run, name=name):
+        for step, (actual, plain) in enumerate(zip(steps, expected, strict=True)):
+            assert actual == pytest.approx(plain, rel=1e-5), f"step {step}"
+        assert late == MORE_PROGRAMS.get(name, 0) * group.engine.compiles
+
+
+def shares() -> list[list[int]]:
+    acc = accelerator()
+    try:
+        rows = [*range(7)]
+        with acc.split_between_processes(rows) as first, acc.state.split_between_processes(rows) as second:
+            return [first, second]
+    finally:
+        acc.end_training()
+
+
+@pytest.mark.parametrize("group", [marked(group, in_suite=True) for group in SUITE])
+def test_a_process_gets_the_share_of_all_its_devices(group: Group, workers: GetWorkers) -> None:
+    expected = [[*range(7)]] if group.processes == 1 else [[0, 1, 2, 3], [4, 5, 6]]
+    assert workers(group).run(shares) == [[part, part] for part in expected]
+
+
+def test_after_a_reset_of_the_states_an_engine_may_have_other_arguments() -> None:
+    from accelerate.state import AcceleratorState
+
+    from portable_fsdp import Accelerator
+    from portable_fsdp.runtime.errors import ConfigError
+
+    first = Accelerator(device="cpu", backend="native")
+    assert Accelerator(device="cpu", backend="native").engine is first.engine
+    with pytest.raises(ConfigError, match="has a different precision: None"):
+        Accelerator(device="cpu", backend="native", mixed_precision="bf16")
+    AcceleratorState._reset_state()
+    second = Accelerator(device="cpu", backend="native", mixed_precision="bf16")
+    assert second.engine is not first.engine
+    assert second.mixed_precision == "bf16"
+    second.end_training()
