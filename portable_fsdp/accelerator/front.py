@@ -262,9 +262,7 @@ class Accelerator(accelerate.Accelerator):
 
     def wait_for_everyone(self) -> None:
         self._end_step()
-        self._saving.turns.point("wait_for_everyone")
-        if self.engine.process.count > 1:
-            self.engine.gather(None)  # a broadcast would let process 0 go on
+        self._saving.turns.meet()
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Generator[Any]:

@@ -156,9 +156,9 @@ class Saving:
         """
         number = len(self._models)
         self._models.append(model)
-        self.turns.watch(model)
         if isinstance(model, FSDPModule):  # a class that FSDP made: diffusers writes its name into configs
             type(model).__name__ = type(model).__name__.removeprefix("FSDP")
+        self.turns.watch(model)
         for path, module in model.named_modules():
             plain = module.state_dict
             own = cast(Any, module)
@@ -265,7 +265,7 @@ class Saving:
         models = [*self._named_models().values()]
         ties: dict[str, str] = {}
         configured: Any = getattr(models[0], "config", None) if len(models) == 1 else None
-        if len(models) == 1:
+        if len(models) == 1 and not elsewhere:
             ties = _ties(models[0])
         model_config = configured.to_dict() if hasattr(configured, "model_type") else None
         return _Checkpoints(

@@ -5,7 +5,8 @@ process passes turn points: before a batch, in `wait_for_everyone`, at each coll
 does there to the store, numbered. Another process reads the message of the same number: it continues if it does the
 same; it joins an action that it doesn't call itself, and reads the next; for anything else it raises an error.
 
-A forward by process 0 alone can't be joined: the others lack its rows. Process 0 ends then, with a sentence.
+A forward by process 0 alone can't be joined: the others lack its rows. Nor can another collective. Process 0 ends then,
+with a sentence.
 """
 
 import atexit
@@ -17,7 +18,6 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
@@ -26,10 +26,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from portable_fsdp.backends.contract import Backend
+from portable_fsdp.backends.peers import count_collectives
 from portable_fsdp.runtime.command import to_stderr
 from portable_fsdp.runtime.errors import EXIT_FAILED, PortableFSDPError, TrainingError
 
-_ANSWER_S = 1.0  # a process that waits longer says so in the store
 _KEPT = 1000  # messages; at each multiple all processes meet, so that older ones may go
 
 Action = Callable[..., Any]
@@ -49,17 +49,18 @@ class Turns:
     """The turn points of this process. With one process they do nothing."""
 
     def __init__(self, engine: Backend, timeout_s: float) -> None:
-        """`timeout_s`: how long process 0 may be in a forward that the others don't run."""
+        """`timeout_s`: how long process 0 may be in a collective that the others don't run."""
         self._engine, self._timeout_s = engine, timeout_s
         self._index, self._count = engine.process.index, engine.process.count
         self._store: Any = None
         if self._count > 1:
-            groups = cast(Any, distributed_c10d)
-            self._store = cast(Any, dist).PrefixStore("portable_fsdp/turns", groups._get_default_store())
+            store = cast(Any, distributed_c10d)._get_default_store()
+            # A connection of its own: a wait would block what else uses the other one, as NCCL's threads do.
+            self._store = cast(Any, dist).PrefixStore("portable_fsdp/turns", store.clone())
         self._number = 0
         self._is_quiet = False
         self._actions: list[dict[str, Action]] = []
-        self._forward: tuple[float, str] | None = None  # since when process 0 is in which model
+        self._forward: str | None = None  # the model that process 0 runs now
         self._over = threading.Event()
         self._guard: threading.Thread | None = None
 
@@ -72,6 +73,12 @@ class Turns:
         """Pass a turn point at which nothing is joined: "its next batch". *collective*"""
         if self._store is not None and not self._is_quiet:
             self._pass(_Message(name, []))
+
+    def meet(self) -> None:
+        """Wait until all processes are here. *collective*"""
+        if self._store is not None and not self._is_quiet:
+            self.point("wait_for_everyone")
+            self._engine.gather(None)
 
     def act(self, owner: int, name: str, *arguments: Any, by_name: bool = False) -> Any:
         """Run an action of the Accelerator `owner` with all processes, those that don't call it included.
@@ -126,15 +133,12 @@ class Turns:
 
     def _read(self, own: _Message) -> _Message:
         """Wait for the next message as long as process 0 lives: the engine ends this process otherwise."""
+        self._store.set(f"waiting/{self._index}", json.dumps([self._number, own.text, count_collectives()]))
         while True:
-            try:
-                self._store.wait([self._key()], timedelta(seconds=_ANSWER_S))
-                break
-            except cast(Any, dist).DistStoreError:
-                self._store.set(f"waiting/{self._index}", json.dumps([self._number, own.text]))
-        message = _Message(*json.loads(self._store.get(self._key())))
-        self._advance()
-        return message
+            with contextlib.suppress(cast(Any, dist).DistStoreError):  # the store's timeout, half an hour
+                message = _Message(*json.loads(self._store.get(self._key())))
+                self._advance()
+                return message
 
     def _key(self) -> str:
         return f"turn/{self._number}"
@@ -146,16 +150,16 @@ class Turns:
         if self._index == 0 and self._number > 2 * _KEPT:
             self._store.delete_key(f"turn/{self._number - 2 * _KEPT - 1}")
 
-    # --------------------------------------------------------------------------------------- forwards of process 0
+    # --------------------------------------------------------------------------------------- alone in a collective
 
     def watch(self, model: nn.Module) -> None:
-        """Find forwards of a sharded model that process 0 runs alone."""
+        """Find forwards of a sharded model, and collectives, that process 0 runs alone."""
         if self._store is None or self._index != 0 or not any(isinstance(p, DTensor) for p in model.parameters()):
             return
         name = type(model).__name__
 
         def enter(*_: Any) -> None:
-            self._forward = (time.monotonic(), name)
+            self._forward = name
 
         def leave(*_: Any) -> None:
             self._forward = None
@@ -168,26 +172,28 @@ class Turns:
             atexit.register(self._over.set)
 
     def _run_guard(self) -> None:
+        """End this process once it has waited too long in a collective that a process at a turn point can't begin."""
+        since: float | None = None
         while not self._over.wait(min(1.0, self._timeout_s / 5)):
-            forward = self._forward
-            if forward is None or time.monotonic() - forward[0] < self._timeout_s:
-                continue
             with contextlib.suppress(RuntimeError):  # a store that is gone: the engine ends this process
-                if waiting := self._waiting():
-                    self._end(forward[1], waiting)
+                number, own = self._number, count_collectives()
+                waiting = [text for n, text, count in self._waiting() if n == number and count < own]
+                since = (since or time.monotonic()) if waiting and number == self._number else None
+                if since is not None and time.monotonic() - since > self._timeout_s:
+                    self._end(waiting)
 
-    def _waiting(self) -> Sequence[str]:
-        """What other processes do that wait for the next message of process 0."""
+    def _waiting(self) -> list[tuple[int, str, int]]:
+        """Of the others that have waited: for which message, where, and how many collectives they had begun."""
         keys = [f"waiting/{index}" for index in range(1, self._count)]
-        lines = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
-        return [text for number, text in lines if number == self._number]
+        return [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
 
-    def _end(self, model: str, waiting: Sequence[str]) -> None:
-        """End this process, whose main thread waits for weights that nobody sends."""
+    def _end(self, waiting: Sequence[str]) -> None:
+        """End this process, whose main thread waits for what nobody sends."""
+        what = f"a forward of {self._forward}" if self._forward else "a collective"
         message = (
-            f"process 0 runs a forward of {model} alone: {len(waiting)} other process(es) wait at {waiting[0]}.\n"
-            "  The model is sharded over all processes, so that each must run the forward: take it out of `if "
-            "accelerator.is_main_process:`, and keep only its output (images, logs) inside."
+            f"process 0 has run {what} alone for {self._timeout_s:.0f} s: {len(waiting)} other process(es) wait at "
+            f"{waiting[0]}.\n  The model is sharded over all processes, so that each must run it: take it out of `if "
+            "accelerator.is_main_process:`, and keep only what is done with the result (images, logs) inside."
         )
         to_stderr(message)
         if (peers := cast(Any, self._engine)._peers) is not None:
