@@ -304,7 +304,9 @@ class Accelerator(accelerate.Accelerator):
         self._end_step()
         self._saving.turns.point("its next batch")
 
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> str:
+    def save_state(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> str:
         """Save all that was prepared or registered, in `output_dir`. All processes call it, or process 0 alone."""
         return self._saving.save(output_dir)
 

@@ -5,9 +5,13 @@ trainer can read it. Hooks get whole models on the host, as on one device. A mod
 tensors, and its `load_state_dict` takes them: `save_pretrained`, peft and others then work unchanged.
 """
 
+# What an Accelerator holds is in attributes with an underscore, which accelerate's own code reads too.
+# pyright: reportPrivateUsage=false
+
 import os
 import re
 import shutil
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.module import _IncompatibleKeys
 
 from portable_fsdp.accelerator.rows import PreparedLoader
 from portable_fsdp.accelerator.turns import turns_of
@@ -61,7 +65,7 @@ def whole(engine: Backend, model: nn.Module, tensors: Iterable[Tensor], keep: bo
         if (state := split.get(names.get(tensor, ""))) is not None:
             value = _joined(engine, state.shape, tensor.dtype, state.pieces())
         elif isinstance(tensor, DTensor):
-            value = tensor.detach().to(engine.device).full_tensor()
+            value = cast(DTensor, tensor.detach().to(engine.device)).full_tensor()
         elif tensor.device.type == "xla":  # its parts: reading a sharded tensor would compile a program
             value = _joined(engine, tensor.shape, tensor.dtype, engine.tensor_state(tensor).pieces())
         else:
@@ -113,9 +117,9 @@ def copy_of(module: nn.Module, values: Mapping[Tensor, Tensor], known: dict[nn.M
     if module not in known:
         known[module] = copy = object.__new__(type(module))
         own = {name: value for name, value in vars(module).items() if name not in _OURS}
-        for name, value in own.items():
-            if name.endswith("_hooks") or name.startswith(("_forward_hooks", "_forward_pre_hooks")):
-                own[name] = type(value)() if isinstance(value, dict) else value
+        for name in own:
+            if name.startswith(("_forward_", "_backward_")) and isinstance(own[name], dict):  # hooks of the engine
+                own[name] = OrderedDict[int, Any]()
         own["_parameters"] = {
             name: p if p is None else _parameter(p, values) for name, p in vars(module)["_parameters"].items()
         }
@@ -254,7 +258,8 @@ class Saving:
         objects = self._objects()
         with self._open(folder, elsewhere) as checkpoints:
             if (point := checkpoints.find("auto")) is None:
-                raise StateError(f"load_state: {folder} has no checkpoint of save_state.\n  Pass a folder that has one.")
+                raise StateError(f"load_state: {folder} has no checkpoint.\n  Pass a folder of save_state.")
+            on_process_0(self._engine, lambda: require_weights(point.path, [*self._named_models()], elsewhere))
             checkpoints.load(point, self._named_models(), self._inner_optimizers(), objects)
 
     def _open(self, folder: str, elsewhere: Collection[str]) -> Checkpoints:
@@ -263,14 +268,18 @@ class Saving:
             config["train"].pop(key, None)
         settings = self._config.checkpoint.model_copy(update={"async_save": False})
         models = [*self._named_models().values()]
-        ties: dict[str, str] = {}
-        configured: Any = getattr(models[0], "config", None) if len(models) == 1 else None
-        if len(models) == 1 and not elsewhere:
-            ties = _ties(models[0])
-        model_config = configured.to_dict() if hasattr(configured, "model_type") else None
-        return _Checkpoints(
-            folder, self._engine, config=config, settings=settings, model_config=model_config, ties=ties
-        ).leaving_out(elsewhere)
+        is_one = len(models) == 1 and not elsewhere  # then transformers can open it, and the trainer
+        architecture: Any = getattr(models[0], "config", None) if is_one else None
+        checkpoints = _Checkpoints(
+            folder,
+            self._engine,
+            config=config,
+            settings=settings,
+            model_config=architecture.to_dict() if hasattr(architecture, "model_type") else None,
+            ties=_ties(models[0]) if is_one else None,
+        )
+        checkpoints.elsewhere = elsewhere
+        return checkpoints
 
     def _named_models(self) -> dict[str, nn.Module]:
         return _numbered("model", self._accelerator._models)
@@ -384,14 +393,10 @@ class _Place:
 class _Checkpoints(Checkpoints):
     """Checkpoints that leave out the weights of models that hooks save."""
 
-    _elsewhere: Collection[str] = ()
-
-    def leaving_out(self, models: Collection[str]) -> "_Checkpoints":
-        self._elsewhere = models
-        return self
+    elsewhere: Collection[str] = ()
 
     def _named(self, model: Any, optimizer: Any, objects: Any) -> NamedState:
-        return NamedState(self._backend, model, optimizer, objects or {}, self._elsewhere)
+        return NamedState(self._backend, model, optimizer, objects or {}, self.elsewhere)
 
 
 # ---------------------------------------------------------------------------------------------- folders, by process 0
@@ -408,11 +413,11 @@ def new_folder(accelerator: "Accelerator", output_dir: str | None) -> str:
     parent = Path(str(accelerator.project_dir), "checkpoints")
     parent.mkdir(parents=True, exist_ok=True)
     folder, earlier = parent / f"checkpoint_{settings.iteration}", _by_number(parent)
-    if folder.exists():
-        raise StateError(f"save_state: {folder} exists.\n  Set project_configuration.iteration to a new number.")
     if settings.total_limit is not None:
         for old in earlier[: max(0, len(earlier) + 1 - settings.total_limit)]:
             shutil.rmtree(old)
+    if folder.exists():
+        raise StateError(f"save_state: {folder} exists.\n  Set project_configuration.iteration to a new number.")
     folder.mkdir()
     return str(folder)
 
@@ -420,7 +425,8 @@ def new_folder(accelerator: "Accelerator", output_dir: str | None) -> str:
 def existing_folder(accelerator: "Accelerator", input_dir: str | None) -> str:
     """The folder to load. Raises StateError."""
     if input_dir is not None:
-        if not (folder := Path(input_dir).expanduser()).is_dir():
+        folder = Path(input_dir).expanduser()
+        if not folder.is_dir():
             raise StateError(f"load_state: {folder} is no folder.\n  Pass the folder that save_state wrote.")
         return str(folder)
     if not accelerator.project_configuration.automatic_checkpoint_naming:
@@ -440,4 +446,17 @@ def _by_number(parent: Path) -> list[Path]:
 
 def _free_step(folder: Path, steps: int) -> int:
     """The number of a checkpoint: of the optimizer's steps, if the folder has no such or later one."""
-    return max([steps, *(1 + (manifests.step_of(path) or 0) for path in manifests.committed_steps(folder))])
+    return max([steps, *((manifests.step_of(path) or 0) + 1 for path in manifests.committed_steps(folder))])
+
+
+def require_weights(checkpoint: Path, models: Collection[str], elsewhere: Collection[str]) -> None:
+    """Raise StateError for a model whose weights a save hook has kept, and that no load hook took."""
+    manifest = manifests.read_manifest(checkpoint)
+    weights = [key for key in manifest.tensors if manifests.folder_of(key) == "model"]
+    for name in models:
+        prefix = f"{name}." if len(models) > 1 else ""
+        if name not in elsewhere and not any(key.startswith(prefix) for key in weights):
+            raise StateError(
+                f"load_state: {checkpoint} lacks the weights of {name}: a save hook took them out of its list.\n"
+                "  Register a load hook that loads them, and takes the model out of its list."
+            )

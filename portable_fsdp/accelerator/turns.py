@@ -15,6 +15,7 @@ import json
 import os
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -55,8 +56,9 @@ class Turns:
         self._store: Any = None
         if self._count > 1:
             store = cast(Any, distributed_c10d)._get_default_store()
+            name = engine.agree(uuid.uuid4().hex)  # a caller's group may see several engines
             # A connection of its own: a wait would block what else uses the other one, as NCCL's threads do.
-            self._store = cast(Any, dist).PrefixStore("portable_fsdp/turns", store.clone())
+            self._store = cast(Any, dist).PrefixStore(f"portable_fsdp/turns/{name}", store.clone())
         self._number = 0
         self._is_quiet = False
         self._actions: list[dict[str, Action]] = []
