@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
 import uuid
@@ -59,6 +60,7 @@ class Turns:
             name = engine.agree(uuid.uuid4().hex)  # a caller's group may see several engines
             # A connection of its own: a wait would block what else uses the other one, as NCCL's threads do.
             self._store = cast(Any, dist).PrefixStore(f"portable_fsdp/turns/{name}", store.clone())
+            atexit.register(self._finish)
         self._number = 0
         self._is_quiet = False
         self._actions: list[dict[str, Action]] = []
@@ -102,8 +104,15 @@ class Turns:
         finally:
             self._is_quiet = before
 
+    def _finish(self) -> None:
+        """At the end of a script that doesn't call end_training: process 0 may save there, and needs the others."""
+        if not hasattr(sys, "last_value"):  # else an error ends this process
+            self.point("the end of the script")
+        self._over.set()
+
     def close(self) -> None:
         self._over.set()
+        atexit.unregister(self._finish)
         if self._guard is not None:
             self._guard.join()
 
@@ -171,7 +180,6 @@ class Turns:
         if self._guard is None:
             self._guard = threading.Thread(target=self._run_guard, name="portable_fsdp turns", daemon=True)
             self._guard.start()
-            atexit.register(self._over.set)
 
     def _run_guard(self) -> None:
         """End this process once it has waited too long in a collective that a process at a turn point can't begin."""
