@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from portable_fsdp.accelerator.prepare import GradientGraphs, Twins, prepare_model, prepare_optimizer
 from portable_fsdp.accelerator.rows import PreparedLoader, Shards
+from portable_fsdp.accelerator.saving import Saving, StateError
 from portable_fsdp.accelerator.start import start_workers
 from portable_fsdp.accelerator.state import close, end_with_a_sentence, fill_states, open_engine, plugin_of
 from portable_fsdp.accelerator.watch import HostReads
@@ -40,10 +41,12 @@ class PreparedOptimizer(AcceleratedOptimizer):
     ) -> None:
         super().__init__(optimizer, device_placement=False)
         self._engine, self._keeps, self._before = engine, keeps, before
+        self.steps = 0
 
     def step(self, closure: Any = None) -> None:
         if self.gradient_state.sync_gradients:
             self._before()
+            self.steps += 1
             self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -102,6 +105,7 @@ class Accelerator(accelerate.Accelerator):
         self._reads, self._is_whole = HostReads(), False  # is_whole: inside of `step_function`'s
         self._graphs = GradientGraphs()
         self._pending_log: Callable[[], None] = lambda: None
+        self._saving = Saving(self, self.engine, self._opened.config)
 
     # -------------------------------------------------------------------------------------------------- what it is
 
@@ -144,6 +148,7 @@ class Accelerator(accelerate.Accelerator):
         if self._autocast:
             model.forward = _in_autocast(model.forward, self.engine.device.type)
         self._models.append(model)
+        self._saving.adopt(model)
         model._is_accelerate_prepared = True
         return model
 
@@ -172,7 +177,7 @@ class Accelerator(accelerate.Accelerator):
         own = tuple(range(part.index * each, part.index * each + each))
         order = self.use_seedable_sampler, self.dataloader_config.data_seed
         shards = Shards(own, count, self.split_batches, self.even_batches, *order)
-        rows = PreparedLoader(data_loader, self.engine, shards, self._before_batch)
+        rows = PreparedLoader(data_loader, self.engine, shards, self._next_batch)
         cast(Any, rows)._is_accelerate_prepared = True
         self._dataloaders.append(rows)
         return rows
@@ -263,11 +268,6 @@ class Accelerator(accelerate.Accelerator):
         if not self._is_whole:
             self.engine.end_step()
 
-    def _before_batch(self) -> None:
-        self._end_step()
-        if self.engine.device.type == "xla":
-            self._reads.begin_step()
-
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Generator[None]:
         with super().autocast(autocast_handler) if self._autocast else nullcontext():
@@ -303,8 +303,7 @@ class Accelerator(accelerate.Accelerator):
 
     def wait_for_everyone(self) -> None:
         self._end_step()
-        if self.engine.process.count > 1:
-            self.engine.agree(None)
+        self._saving.turns.meet()
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Generator[Any]:
@@ -332,10 +331,49 @@ class Accelerator(accelerate.Accelerator):
 
     def end_training(self) -> None:
         self._end_step()
+        self._saving.turns.point("end_training")
         self._pending_log()
         for tracker in self.trackers:
             tracker.finish()
+        self._saving.turns.close()
         close()
+
+    # ---------------------------------------------------------------------------------------------------- saving
+
+    def _next_batch(self) -> None:
+        """Before each batch of a prepared loader, and after the last: other processes join what process 0 does."""
+        self._end_step()
+        self._saving.turns.point("its next batch")
+        if self.engine.device.type == "xla":
+            self._reads.begin_step()
+
+    def save_state(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> str:
+        """Save all that was prepared or registered, in `output_dir`. All processes call it, or process 0 alone."""
+        return self._saving.save(output_dir)
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:
+        """Load what `save_state` saved, on any engine and number of devices. *collective*"""
+        self._saving.load(input_dir)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        """Whole tensors on process 0's host, nothing on other processes. All call it, or process 0 alone."""
+        return self._saving.state_dict(model) if self._saving.knows(model) else model.state_dict()
+
+    def save_model(
+        self, model: Any, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
+    ) -> None:
+        if self.engine.process.index == 0:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        else:
+            self.get_state_dict(model)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        try:
+            super().register_for_checkpointing(*objects)
+        except ValueError as error:
+            raise StateError(f"register_for_checkpointing: {error}") from None
 
 
 def name_table() -> Mapping[str, Mapping[str, str]]:

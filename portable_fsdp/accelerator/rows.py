@@ -16,6 +16,7 @@ from accelerate.utils import concatenate, find_batch_size, recursively_apply, sl
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from portable_fsdp.accelerator.position import Position
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -126,12 +127,15 @@ class PreparedLoader(DataLoaderShard):
             if isinstance(self._sampler, RandomSampler) and self._sampler.generator is None and not shards.split:
                 seed = engine.agree(int(torch.empty((), dtype=torch.int64).random_().item()))
                 self._sampler.generator = torch.Generator().manual_seed(seed)
+        generator = getattr(self._sampler, "generator", None) if not self._is_stream else None
+        self.position = Position(generator if isinstance(generator, torch.Generator) else None)
+        self._origin: PreparedLoader | None = None  # of a copy that skips batches
         super().__init__(loader.dataset, _drop_last=bool(loader.drop_last), **kept)
 
     def skipping(self, steps: int) -> "PreparedLoader":
         """A copy that begins after the first `steps` batches."""
         copy = PreparedLoader(self._of_script, self._engine, self._shards, self._end_step)
-        copy.iteration = self.iteration
+        copy.iteration, copy.position, copy._origin = self.iteration, self.position, self._origin or self
         if self._is_stream:
             copy.skip_batches = steps
         else:
@@ -140,6 +144,7 @@ class PreparedLoader(DataLoaderShard):
 
     def __iter__(self) -> Generator[Any]:
         self._sizes.clear()
+        self._end_step()
         state, first = self._sync_order(), None
         for batch in super().__iter__():
             self._end_step()
@@ -151,9 +156,13 @@ class PreparedLoader(DataLoaderShard):
                 batch = self._completed(batch, first)
             elif first is None:
                 first = batch
+            self.position.note_batch()
             yield self.place(batch)
         self._end_step()
         self.rows = None
+        self.position.finish()
+        if self._origin is not None:
+            self._origin.iteration = self.iteration
 
     def begin(self) -> None:
         super().begin()
@@ -168,16 +177,23 @@ class PreparedLoader(DataLoaderShard):
         return concatenate([batch, slice_tensors(batch if first is None else first, slice(0, missing))])
 
     def _sync_order(self) -> Tensor | None:
-        """Let all processes draw the order of process 0. Return this process's own random state, if it was replaced."""
-        if self._engine.process.count == 1 or self._is_stream:
+        """Let all processes draw the order of process 0, after a load that of the interrupted epoch. Return this
+        process's own random state, if it was replaced."""
+        skipped = self.skip_batches if self._is_stream else cast(OwnBatches, self.batch_sampler).skipped
+        resumed = self.position.take_resumed()
+        if self._is_stream:
+            self.position.begin(None, skipped)
             return None
         generator = getattr(self._sampler, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.set_state(self._engine.agree(generator.get_state()))
-            return None
-        before = torch.get_rng_state()
-        torch.set_rng_state(self._engine.agree(before))
-        return before if self._engine.process.index else None
+        is_own = isinstance(generator, torch.Generator)
+        before = generator.get_state() if is_own else torch.get_rng_state()
+        state = self._engine.agree(before if resumed is None else resumed)
+        if is_own:
+            generator.set_state(state)
+        else:
+            torch.set_rng_state(state)
+        self.position.begin(state, skipped)
+        return before if self._engine.process.index and not is_own else None
 
     def place(self, batch: Any) -> Any:
         """Place tensors, nested in any way; other values stay."""

@@ -297,7 +297,7 @@ class Peers:
 
     def _own(self) -> Heartbeat:
         waits = {"waits_s": self._waits_s, "waits_for": self._waits_for}
-        beat = replace(self._self, steps=self._steps, collectives=_count_collectives(), **waits)
+        beat = replace(self._self, steps=self._steps, collectives=count_collectives(), **waits)
         if not (own := self._watchdog):
             return beat
         steps = max(self._steps, own.steps)  # engines that compile the step don't note it
@@ -392,7 +392,7 @@ def _group_backends() -> Iterator[Any]:
             yield group._get_backend(device)
 
 
-def _count_collectives() -> int:
+def count_collectives() -> int:
     """Number of collectives that this process has begun, in all groups; processes in lockstep begin equally many."""
     total = 0
     for backend in _group_backends() if dist.is_initialized() else ():

@@ -9,7 +9,7 @@ optimizers, as `optimizer.NAME`.
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from portable_fsdp.backends.contract import Backend, OptimizerState, Read, TensorState
-from portable_fsdp.backends.state import dtype_name
+from portable_fsdp.backends.state import dtype_name, state_key, tensors_of
 from portable_fsdp.checkpoint.manifests import OBJECTS, Manifest, Named, StrictModel, check_json, folder_of, key_in
 from portable_fsdp.checkpoint.snapshot import sum_of_bits
 from portable_fsdp.layout import Region
@@ -58,9 +58,19 @@ class _Groups(StrictModel):
 class NamedState:
     """Models, optimizers and objects, as one save or load sees them."""
 
-    def __init__(self, backend: Backend, models: Models, optimizers: Optimizers, objects: Mapping[str, Any]) -> None:
-        """Raises CheckpointError for names and objects that can't be saved."""
-        self._backend = backend
+    def __init__(
+        self,
+        backend: Backend,
+        models: Models,
+        optimizers: Optimizers,
+        objects: Mapping[str, Any],
+        elsewhere: Collection[str] = (),
+    ) -> None:
+        """`elsewhere`: models whose weights the user's code saves and loads; of these the optimizers' state is saved.
+
+        Raises CheckpointError for names and objects that can't be saved.
+        """
+        self._backend, self._elsewhere, self._stored = backend, elsewhere, frozenset[str]()
         self._models = {"model": models} if isinstance(models, nn.Module) else models
         self._optimizers = {"optimizer": optimizers} if isinstance(optimizers, torch.optim.Optimizer) else optimizers
         self._objects = objects
@@ -128,8 +138,15 @@ class NamedState:
                         f"checkpoint: model {name}: this engine didn't shard it.\n  Save it as an object."
                     ) from None
                 raise
-            state |= {key_in(self._prefixes[name], key): tensor for key, tensor in tensors.items()}
+            prefixed = {key_in(self._prefixes[name], key): tensor for key, tensor in tensors.items()}
+            if name in self._elsewhere and not self._has_layouts_of_its_own():
+                prefixed = {key: t for key, t in prefixed.items() if _is_state(key) or key in self._stored}
+            state |= prefixed
         return state
+
+    def _has_layouts_of_its_own(self) -> bool:
+        """Whether the engine alone knows which part of a tensor it has: it then saves and loads whole models."""
+        return any(self._backend.axes.get(axis, 1) > 1 for axis in ("tensor", "expert"))
 
     def _merged(self) -> OptimizerState:
         return _Merged({w: state for optimizer in self._optimizers.values() for w, state in optimizer.state.items()})
@@ -161,9 +178,7 @@ class NamedState:
                         "has one value for all: leave out what belongs to a process, or agree on it (engine.agree)."
                     )
         for key, tensor in self._tensors.items():
-            if isinstance(tensor, DTensor) and any(
-                self._backend.axes.get(axis, 1) > 1 for axis in ("tensor", "expert")
-            ):
+            if isinstance(tensor, DTensor) and self._has_layouts_of_its_own():
                 raise CheckpointError(
                     f"checkpoint: {key} is sharded: with sharding.tensor or sharding.expert an object can't tell which "
                     "part it has.\n  Average weights in a sharded AveragedModel, and save that as a model."
@@ -209,6 +224,7 @@ class NamedState:
         """Check that a checkpoint holds these models, optimizers and objects, read the objects, and allocate optimizer
         state that begins with a first step, where it has some. Raises CheckpointError."""
         saved, own = reader.manifest.named or Named(), self._own()
+        self._stored = frozenset(reader.manifest.tensors)
         self._require_same("models", saved.models, self._names_of_models, reader)
         if weights_only:
             return
@@ -270,7 +286,10 @@ class NamedState:
             def prefixed(key: str, slices: Region, into: Tensor | None = None, name: str = name) -> Tensor:
                 return read(key_in(self._prefixes[name], key), slices, into)
 
-            self._backend.load_state(model, merged, prefixed)
+            if name in self._elsewhere and not self._has_layouts_of_its_own():
+                self._load_optimizer_state(model, merged, prefixed)
+            else:
+                self._backend.load_state(model, merged, prefixed)
         if weights_only:
             return
         for name, optimizer in self._own().items():
@@ -283,6 +302,12 @@ class NamedState:
             cast(dict[Any, Any], optimizer.state).update(saved.of_all)
         for name, value in self._objects.items():
             value.load_state_dict(self._read_states[name])
+
+    def _load_optimizer_state(self, model: nn.Module, merged: OptimizerState, read: Callable[..., Tensor]) -> None:
+        for fqn, weight in model.named_parameters():
+            for name, tensor in tensors_of(merged.state.get(weight, {})).items():
+                with torch.no_grad():
+                    self._backend.load_tensor(tensor, partial(read, state_key(name, fqn)))
 
     def _read(self, reader: "Reader", current: Mapping[str, Tensor], key: str) -> Tensor:
         """Read a tensor of an object: laid out like its current one, if that has the same shape; else on the host."""

@@ -1,0 +1,462 @@
+"""Checkpoints of a script: models, optimizers, schedulers, registered objects and the place of loaders, in our format.
+
+`save_state` writes a checkpoint of the library into the folder that the script names, so that any engine and the
+trainer can read it. Hooks get whole models on the host, as on one device. A model's own `state_dict` gives whole
+tensors, and its `load_state_dict` takes them: `save_pretrained`, peft and others then work unchanged.
+"""
+
+# What an Accelerator holds is in attributes with an underscore, which accelerate's own code reads too.
+# pyright: reportPrivateUsage=false
+
+import os
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
+
+from portable_fsdp.accelerator.rows import PreparedLoader
+from portable_fsdp.accelerator.turns import turns_of
+from portable_fsdp.backends.contract import Backend, Piece
+from portable_fsdp.backends.state import parameter_slots
+from portable_fsdp.checkpoint import manifests
+from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.checkpoint.named import NamedState
+from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import Region
+from portable_fsdp.runtime.collective_errors import on_process_0
+from portable_fsdp.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from portable_fsdp.accelerator.front import Accelerator
+
+_OURS = ("state_dict", "load_state_dict", "forward", "__deepcopy__")
+"""Attributes of prepared modules, and of their blocks, that a whole copy on the host doesn't have."""
+
+
+class StateError(CheckpointError, ValueError):
+    """accelerate raises ValueError here, which scripts may handle."""
+
+
+class _NoState(NamedTuple):
+    """In place of an optimizer: weights alone."""
+
+    state: Mapping[Tensor, Any]
+
+
+# ------------------------------------------------------------------------------------------------ whole tensors
+
+
+def whole(engine: Backend, model: nn.Module, tensors: Iterable[Tensor], keep: bool) -> dict[Tensor, Tensor]:
+    """Tensor of a sharded model -> a whole copy on the host; with `keep` false the others' part alone. *collective*"""
+    engine.end_step()
+    split = engine.state(model, _NoState({})) if _splits(engine) else {}
+    names = {tensor: name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    copies: dict[Tensor, Tensor] = {}
+    for tensor in dict.fromkeys(tensors):
+        if (state := split.get(names.get(tensor, ""))) is not None:
+            value = _joined(engine, state.shape, tensor.dtype, state.pieces())
+        elif isinstance(tensor, DTensor):
+            value = cast(DTensor, tensor.detach().to(engine.device)).full_tensor()
+        elif tensor.device.type == "xla":  # its parts: reading a sharded tensor would compile a program
+            value = _joined(engine, tensor.shape, tensor.dtype, engine.tensor_state(tensor).pieces())
+        else:
+            value = tensor
+        if keep:
+            copies[tensor] = value.detach().to("cpu", copy=True)
+    return copies
+
+
+def _splits(engine: Backend) -> bool:
+    """Whether the engine lays out weights in ways that a tensor alone doesn't tell."""
+    return any(engine.axes.get(axis, 1) > 1 for axis in ("tensor", "expert"))
+
+
+def _joined(engine: Backend, shape: Iterable[int], dtype: torch.dtype, pieces: Iterable[Piece]) -> Tensor:
+    own = [(piece.offset, piece.data.cpu()) for piece in pieces if not piece.replica]
+    value = torch.empty([*shape], dtype=dtype)
+    for offset, data in (each for part in engine.gather(own) for each in part):
+        value[tuple(slice(at, at + size) for at, size in zip(offset, data.shape, strict=True))] = data
+    return value
+
+
+def put_whole(engine: Backend, model: nn.Module, values: Mapping[Tensor, Tensor]) -> None:
+    """Overwrite tensors of a sharded model by whole ones, which each process has."""
+    engine.end_step()
+    names = {tensor: name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    keys = engine.state(model, _NoState({})).keys()
+    named = {names[tensor]: value for tensor, value in values.items()}
+
+    def read(key: str, slices: Region, into: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        value = named[key][slices]
+        return value.to(dtype, copy=True) if into is None else into.copy_(value)
+
+    with torch.no_grad():
+        if keys <= named.keys():
+            engine.load_state(model, _NoState({}), partial(read, dtype=None))
+            return
+        if _splits(engine):
+            raise CheckpointError(
+                "load_state_dict: a part of a model's weights, with sharding.tensor or sharding.expert.\n"
+                "  Load all of its weights in one call."
+            )
+        for tensor in values:
+            engine.load_tensor(tensor, partial(read, names[tensor], dtype=tensor.dtype))
+
+
+def copy_of(module: nn.Module, values: Mapping[Tensor, Tensor], known: dict[nn.Module, nn.Module]) -> nn.Module:
+    """A copy on the host with these values: of the same class, and with the same config objects."""
+    if module not in known:
+        known[module] = copy = object.__new__(type(module))
+        own = {name: value for name, value in vars(module).items() if name not in _OURS}
+        for name in own:
+            if name.startswith(("_forward_", "_backward_")) and isinstance(own[name], dict):  # hooks of the engine
+                own[name] = OrderedDict[int, Any]()
+        own["_parameters"] = {
+            name: p if p is None else _parameter(p, values) for name, p in vars(module)["_parameters"].items()
+        }
+        own["_buffers"] = {name: b if b is None else values[b] for name, b in vars(module)["_buffers"].items()}
+        own["_modules"] = {
+            name: m if m is None else copy_of(m, values, known) for name, m in vars(module)["_modules"].items()
+        }
+        vars(copy).update(own)
+    return known[module]
+
+
+def _parameter(old: nn.Parameter, values: Mapping[Tensor, Tensor]) -> nn.Parameter:
+    value = values[old]
+    if not isinstance(value, nn.Parameter):
+        cast(Any, values)[old] = value = nn.Parameter(value, old.requires_grad)  # tied ones stay so
+    return value
+
+
+# ----------------------------------------------------------------------------------------------- an Accelerator's
+
+
+class Saving:
+    """What an Accelerator saves and loads."""
+
+    def __init__(self, accelerator: "Accelerator", engine: Backend, config: Config) -> None:
+        self._accelerator, self._engine, self._config = accelerator, engine, config
+        self._models: list[nn.Module] = []  # all that were prepared: their numbers name them to other processes
+        self.turns = turns_of(engine, config.run.peer_timeout_s)
+        actions = {"state_dict": self._state_dict, "save_state": self._save, "load_state": self._load}
+        self._number = self.turns.register(actions)
+
+    # ------------------------------------------------------------------------------------------------------ models
+
+    def adopt(self, model: nn.Module) -> None:
+        """Let a prepared model's `state_dict` and `load_state_dict` speak of whole tensors, and those of its modules.
+
+        torch's recursion and the engine, which passes keep_vars, still get the shards.
+        """
+        number = len(self._models)
+        self._models.append(model)
+        if isinstance(model, FSDPModule):  # a class that FSDP made: diffusers writes its name into configs
+            type(model).__name__ = type(model).__name__.removeprefix("FSDP")
+        self.turns.watch(model)
+        for path, module in model.named_modules():
+            plain = module.state_dict
+            own = cast(Any, module)
+            own.load_state_dict = partial(self._load_state_dict, model, module, plain)
+            own.state_dict = partial(self._state_dict_of, number, path, plain)
+
+    def _state_dict_of(self, number: int, path: str, plain: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs.get("destination") is not None or kwargs.get("keep_vars"):
+            return plain(*args, **kwargs)
+        return self.turns.act(self._number, "state_dict", number, path, kwargs.get("prefix", ""), False)
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """The whole tensors of a prepared model on process 0, empty on others. *collective*"""
+        return self.turns.act(self._number, "state_dict", self._models.index(model), "", "", True)
+
+    def knows(self, model: object) -> bool:
+        return any(model is each for each in self._models)
+
+    def _state_dict(self, is_own: bool, number: int, path: str, prefix: str, only_main: bool) -> dict[str, Any]:
+        model = self._models[number]
+        state = model.get_submodule(path).state_dict(prefix=prefix, keep_vars=True)
+        keep = is_own and (not only_main or self._engine.process.index == 0)
+        tensors = [value for value in state.values() if isinstance(value, Tensor)]
+        copies = whole(self._engine, model, tensors, keep)
+        if not keep:
+            return {}
+        for name, value in state.items():  # the dict stays: it has torch's metadata
+            if isinstance(value, Tensor):
+                state[name] = copies[value]
+        return state
+
+    def _load_state_dict(
+        self, model: nn.Module, module: nn.Module, plain: Any, state_dict: Mapping[str, Any], strict: bool = True,
+        assign: bool = False,
+    ) -> Any:  # fmt: skip
+        """torch's, with whole tensors that each process has."""
+        own: dict[str, Any] = plain(keep_vars=True)
+        missing = [name for name in own if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in own]
+        shared = [(own[name], state_dict[name], name) for name in own if name in state_dict]
+        problems = [
+            f"size mismatch for {name}: copying a param with shape {new.shape} from checkpoint, the shape in current "
+            f"model is {old.shape}."
+            for old, new, name in shared
+            if isinstance(old, Tensor) and old.shape != new.shape
+        ]
+        for what, names in (("Missing", missing), ("Unexpected", unexpected)):
+            if strict and names:
+                problems.append(f"{what} key(s) in state_dict: {', '.join(names)}.")
+        if problems:
+            text = "\n\t".join(problems)
+            raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{text}")
+        tensors = {old: _on_host(new) for old, new, _ in shared if isinstance(old, Tensor)}
+        put_whole(self._engine, model, tensors)
+        for old, new, name in shared:
+            if not isinstance(old, Tensor):
+                module.get_submodule(name.rpartition(".")[0]).set_extra_state(new)
+        return _IncompatibleKeys(missing, unexpected)
+
+    # ------------------------------------------------------------------------------------------------ save and load
+
+    def save(self, output_dir: str | os.PathLike[str] | None) -> str:
+        """`save_state`. Returns the folder. *collective*, or by process 0 alone"""
+        folder = None if output_dir is None else os.fspath(output_dir)
+        return self.turns.act(self._number, "save_state", folder, by_name=True)
+
+    def load(self, input_dir: str | os.PathLike[str] | None) -> None:
+        folder = None if input_dir is None else os.fspath(input_dir)
+        self.turns.act(self._number, "load_state", folder, by_name=True)
+
+    def _save(self, is_own: bool, output_dir: str | None) -> str:
+        accelerator, engine = self._accelerator, self._engine
+        engine.end_step()
+        folder = on_process_0(engine, lambda: new_folder(accelerator, output_dir))
+        elsewhere = self._run_save_hooks(folder)
+        steps = max((optimizer.steps for optimizer in self._optimizers().values()), default=0)
+        objects = self._objects()
+        with self._open(folder, elsewhere) as checkpoints:
+            step = on_process_0(engine, lambda: _free_step(Path(folder), steps))
+            checkpoints.save(step, self._named_models(), self._inner_optimizers(), (0, 0), objects=objects)
+            checkpoints.wait()
+        accelerator.project_configuration.iteration += 1
+        return folder
+
+    def _load(self, is_own: bool, input_dir: str | None) -> None:
+        accelerator = self._accelerator
+        self._engine.end_step()
+        folder = on_process_0(self._engine, lambda: existing_folder(accelerator, input_dir))
+        models = [*accelerator._models]
+        for hook in accelerator._load_model_state_pre_hook.values():
+            hook(models, folder)
+        elsewhere = [name for name, model in self._named_models().items() if not any(model is m for m in models)]
+        objects = self._objects()
+        with self._open(folder, elsewhere) as checkpoints:
+            if (point := checkpoints.find("auto")) is None:
+                raise StateError(f"load_state: {folder} has no checkpoint.\n  Pass a folder of save_state.")
+            on_process_0(self._engine, lambda: require_weights(point.path, [*self._named_models()], elsewhere))
+            checkpoints.load(point, self._named_models(), self._inner_optimizers(), objects)
+
+    def _open(self, folder: str, elsewhere: Collection[str]) -> Checkpoints:
+        config = self._config.model_dump(mode="json")
+        for key in ("micro_batch", "global_batch"):  # of the engine's devices: the script has its own batches
+            config["train"].pop(key, None)
+        settings = self._config.checkpoint.model_copy(update={"async_save": False})
+        models = [*self._named_models().values()]
+        is_one = len(models) == 1 and not elsewhere  # then transformers can open it, and the trainer
+        architecture: Any = getattr(models[0], "config", None) if is_one else None
+        checkpoints = _Checkpoints(
+            folder,
+            self._engine,
+            config=config,
+            settings=settings,
+            model_config=architecture.to_dict() if hasattr(architecture, "model_type") else None,
+            ties=_ties(models[0]) if is_one else None,
+        )
+        checkpoints.elsewhere = elsewhere
+        return checkpoints
+
+    def _named_models(self) -> dict[str, nn.Module]:
+        return _numbered("model", self._accelerator._models)
+
+    def _optimizers(self) -> dict[str, Any]:
+        return _numbered("optimizer", self._accelerator._optimizers)
+
+    def _inner_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {name: optimizer.optimizer for name, optimizer in self._optimizers().items()}
+
+    def _objects(self) -> dict[str, Any]:
+        accelerator = self._accelerator
+        return {
+            "accelerator": _Counters(accelerator, self._optimizers()),
+            **_numbered("scheduler", accelerator._schedulers),
+            **_numbered("loader", [_Place(loader, self._engine) for loader in accelerator._dataloaders]),
+            **_numbered("object", accelerator._custom_objects),
+        }
+
+    def _run_save_hooks(self, folder: str) -> list[str]:
+        """Run the hooks with whole models, on process 0. Returns the models whose weights they have saved."""
+        hooks = [*self._accelerator._save_model_state_pre_hook.values()]
+        if not hooks:
+            return []
+        is_main, named = self._engine.process.index == 0, self._named_models()
+        copies: list[nn.Module] = []
+        for model in named.values():
+            values = whole(self._engine, model, [*model.parameters(), *model.buffers()], is_main)
+            copies += [copy_of(model, values, {})] if is_main else []
+
+        def run() -> list[str]:
+            weights = [copy.state_dict() for copy in copies]
+            all_weights, models = [*weights], [*copies]
+            with self.turns.quiet():
+                for hook in hooks:
+                    hook(models, weights, folder)
+            return [name for name, w in zip(named, all_weights, strict=True) if not any(w is each for each in weights)]
+
+        handled: Any = None
+        if is_main:
+            try:
+                handled = run()
+            except Exception as error:
+                handled = error
+        self.turns.point("the end of the save hooks")
+        return on_process_0(self._engine, lambda: _result(handled))
+
+
+def _result(handled: Any) -> Any:
+    if isinstance(handled, Exception):
+        raise handled
+    return handled
+
+
+def _on_host(value: Tensor) -> Tensor:
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.detach().cpu()
+
+
+def _numbered(name: str, values: Iterable[Any]) -> dict[str, Any]:
+    """By name; a single one has no number, so that a script and the trainer name one model alike."""
+    listed = [*values]
+    return {name if len(listed) == 1 else f"{name}_{number}": value for number, value in enumerate(listed)}
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    names = dict(model.named_parameters(remove_duplicate=False))
+    slots = parameter_slots(model)
+    first = {names[fqn]: fqn for fqn in slots}
+    return {fqn: first[weight] for fqn, weight in names.items() if fqn not in slots}
+
+
+class _Counters:
+    """An Accelerator's own numbers."""
+
+    def __init__(self, accelerator: "Accelerator", optimizers: Mapping[str, Any]) -> None:
+        self._accelerator, self._optimizers = accelerator, optimizers
+
+    def state_dict(self) -> dict[str, Any]:
+        steps = {name: optimizer.steps for name, optimizer in self._optimizers.items()}
+        return {"step": self._accelerator.step, "steps": steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._accelerator.step = state["step"]
+        for name, optimizer in self._optimizers.items():
+            optimizer.steps = state["steps"][name]
+
+
+class _Place:
+    """A loader's position as an object of a checkpoint, the same on all processes."""
+
+    def __init__(self, loader: Any, engine: Backend) -> None:
+        self._loader, self._engine = loader, engine
+
+    def state_dict(self) -> dict[str, Any]:
+        loader = self._loader
+        if type(loader) is not PreparedLoader:
+            return {"epoch": getattr(loader, "iteration", 0)}
+        try:
+            batches = len(loader)
+        except TypeError:  # a stream
+            batches = None
+        return self._engine.agree(loader.position.state(loader.iteration, batches))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loader.iteration = state["epoch"]
+        if type(self._loader) is PreparedLoader and "order" in state:
+            self._loader.position.load(state)
+
+
+class _Checkpoints(Checkpoints):
+    """Checkpoints that leave out the weights of models that hooks save."""
+
+    elsewhere: Collection[str] = ()
+
+    def _named(self, model: Any, optimizer: Any, objects: Any) -> NamedState:
+        return NamedState(self._backend, model, optimizer, objects or {}, self.elsewhere)
+
+
+# ---------------------------------------------------------------------------------------------- folders, by process 0
+
+
+def new_folder(accelerator: "Accelerator", output_dir: str | None) -> str:
+    """The folder of a save, as accelerate names it; the oldest ones are deleted before. Raises StateError."""
+    settings = accelerator.project_configuration
+    if not settings.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise StateError("save_state: no folder.\n  Pass output_dir, or set automatic_checkpoint_naming.")
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        return output_dir
+    parent = Path(str(accelerator.project_dir), "checkpoints")
+    parent.mkdir(parents=True, exist_ok=True)
+    folder, earlier = parent / f"checkpoint_{settings.iteration}", _by_number(parent)
+    if settings.total_limit is not None:
+        for old in earlier[: max(0, len(earlier) + 1 - settings.total_limit)]:
+            shutil.rmtree(old)
+    if folder.exists():
+        raise StateError(f"save_state: {folder} exists.\n  Set project_configuration.iteration to a new number.")
+    folder.mkdir()
+    return str(folder)
+
+
+def existing_folder(accelerator: "Accelerator", input_dir: str | None) -> str:
+    """The folder to load. Raises StateError."""
+    if input_dir is not None:
+        folder = Path(input_dir).expanduser()
+        if not folder.is_dir():
+            raise StateError(f"load_state: {folder} is no folder.\n  Pass the folder that save_state wrote.")
+        return str(folder)
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise StateError("load_state: no folder.\n  Pass input_dir, or set automatic_checkpoint_naming.")
+    parent = Path(str(accelerator.project_dir), "checkpoints")
+    if not parent.is_dir() or not (folders := _by_number(parent)):
+        raise StateError(f"load_state: {parent} has no checkpoint.\n  Pass the folder that save_state wrote.")
+    return str(folders[-1])
+
+
+def _by_number(parent: Path) -> list[Path]:
+    return sorted(
+        (path for path in parent.iterdir() if re.search(r"\d+$", path.name)),
+        key=lambda path: int(re.findall(r"\d+", path.name)[-1]),
+    )
+
+
+def _free_step(folder: Path, steps: int) -> int:
+    """The number of a checkpoint: of the optimizer's steps, if the folder has no such or later one."""
+    return max([steps, *((manifests.step_of(path) or 0) + 1 for path in manifests.committed_steps(folder))])
+
+
+def require_weights(checkpoint: Path, models: Collection[str], elsewhere: Collection[str]) -> None:
+    """Raise StateError for a model whose weights a save hook has kept, and that no load hook took."""
+    manifest = manifests.read_manifest(checkpoint)
+    weights = [key for key in manifest.tensors if manifests.folder_of(key) == "model"]
+    for name in models:
+        prefix = f"{name}." if len(models) > 1 else ""
+        if name not in elsewhere and not any(key.startswith(prefix) for key in weights):
+            raise StateError(
+                f"load_state: {checkpoint} lacks the weights of {name}: a save hook took them out of its list.\n"
+                "  Register a load hook that loads them, and takes the model out of its list."
+            )
