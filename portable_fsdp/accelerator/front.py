@@ -176,7 +176,8 @@ class Accelerator(accelerate.Accelerator):
         each = max(1, count // part.count)
         own = tuple(range(part.index * each, part.index * each + each))
         order = self.use_seedable_sampler, self.dataloader_config.data_seed
-        shards = Shards(own, count, self.split_batches, self.even_batches, *order)
+        is_whole = self.split_batches or count == 1  # one device completes no batch, as there
+        shards = Shards(own, count, is_whole, self.even_batches, *order)
         rows = PreparedLoader(data_loader, self.engine, shards, self._next_batch)
         cast(Any, rows)._is_accelerate_prepared = True
         self._dataloaders.append(rows)
