@@ -16,6 +16,7 @@ from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import accelerate
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, imports
 from packaging.version import Version
@@ -87,6 +88,8 @@ def open_engine(
             )
         return _opened[0]
     require_version()
+    if "WORLD_SIZE" in os.environ and "RANK" not in os.environ and dist.is_initialized():  # accelerate's debug_launcher
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(dist.get_rank())
     # accelerate must not touch XLA: its first device would fix their number.
     cast(Any, imports)._torch_xla_available = False
     values, start = _with_variable(config, sections, start)
