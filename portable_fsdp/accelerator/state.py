@@ -20,6 +20,7 @@ from types import MethodType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple, cast
 
 import accelerate
+import torch.distributed as dist
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -95,6 +96,8 @@ def open_engine(
             )
         return _opened[0]
     require_version()
+    if "WORLD_SIZE" in os.environ and "RANK" not in os.environ and dist.is_initialized():  # accelerate's debug_launcher
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(dist.get_rank())
     keep_xla_out()
     overrides, start = with_variable(sections, start)
     resolved = _config(config, overrides, plugin)
