@@ -125,7 +125,8 @@ def save_in_hooks(folder: Path) -> list[Any]:
     acc = accelerator()
     text, net = acc.prepare(llama(), Net())
     optimizer = acc.prepare(torch.optim.AdamW([*text.parameters(), *net.parameters()], lr=1e-2))
-    loader = acc.prepare(DataLoader([{"ids": row} for row in torch.arange(128).view(16, 8) % 64], batch_size=2))
+    ids: Any = [{"ids": row} for row in torch.arange(128).view(16, 8) % 64]
+    loader = acc.prepare(DataLoader(ids, batch_size=2))
 
     def save(models: list[Any], weights: list[Any], output: str) -> None:
         acc.wait_for_everyone()
@@ -188,7 +189,7 @@ def test_hooks_get_whole_models_and_a_model_gives_whole_tensors(
             assert torch.equal(value, of_all[f"model.layers.{name}"])
     for name in ("text", "again", "plain", "alone"):
         saved = load_file(tmp_path / name / "model.safetensors")
-        assert len(saved) == len(of_all) - 1  # tied
+        assert len(saved) == len(results[0][2]) - 1  # tied
         assert all(torch.equal(value, results[0][2][key]) for key, value in saved.items()), name
     (checkpoint,) = tmp_path.glob("step-*")
     from portable_fsdp.checkpoint.manifests import read_manifest
