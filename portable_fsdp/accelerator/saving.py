@@ -194,7 +194,7 @@ class Saving:
         return {
             "accelerator": _Counters(accelerator, self._optimizers()),
             **_numbered("scheduler", accelerator._schedulers),
-            **_numbered("loader", [_Place(loader, self._engine) for loader in accelerator._dataloaders]),
+            **_numbered("loader", [_LoaderState(loader, self._engine) for loader in accelerator._dataloaders]),
             **_numbered("object", accelerator._custom_objects),
         }
 
@@ -226,7 +226,7 @@ class Saving:
 
 
 def _numbered(name: str, values: Iterable[Any]) -> dict[str, Any]:
-    """By name; a single one has no number, so that a script and the trainer name one model alike."""
+    """Name values; a single one has no number, so that a script and the trainer name one model alike."""
     listed = [*values]
     return {name if len(listed) == 1 else f"{name}_{number}": value for number, value in enumerate(listed)}
 
@@ -254,7 +254,7 @@ class _Counters:
             optimizer.steps = state["steps"][name]
 
 
-class _Place:
+class _LoaderState:
     """A loader's position as an object of a checkpoint, the same on all processes."""
 
     def __init__(self, loader: Any, engine: Backend) -> None:
@@ -299,8 +299,8 @@ def new_folder(accelerator: "Accelerator", output_dir: str | None) -> str:
     parent = Path(str(accelerator.project_dir), "checkpoints")
     parent.mkdir(parents=True, exist_ok=True)
     folder, earlier = parent / f"checkpoint_{settings.iteration}", _by_number(parent)
-    if settings.total_limit is not None:
-        for old in earlier[: max(0, len(earlier) + 1 - settings.total_limit)]:
+    if (limit := cast(int | None, settings.total_limit)) is not None:
+        for old in earlier[: max(0, len(earlier) + 1 - limit)]:
             shutil.rmtree(old)
     if folder.exists():
         raise StateError(f"save_state: {folder} exists.\n  Set project_configuration.iteration to a new number.")

@@ -193,7 +193,7 @@ class Turns:
                     self._end(waiting)
 
     def _waiting(self) -> list[tuple[int, str, int]]:
-        """Of the others that have waited: for which message, where, and how many collectives they had begun."""
+        """For each other process that has waited: for which message, where, and how many collectives it had begun."""
         keys = [f"waiting/{index}" for index in range(1, self._count)]
         return [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
 
