@@ -264,8 +264,16 @@ def test_another_process_that_saves_alone_is_told_what_process_0_does(workers: G
     assert message.startswith(f"process 1 is at save_state('{tmp_path}'), and process 0 at its next batch.")
 
 
+def run_script(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """One of the scripts below, by torchrun on two processes."""
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc_per_node=2"]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [*map(str, torchrun), str(Path(__file__)), name]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
 def validate_alone() -> None:
-    """A script, which a test starts by torchrun."""
     from portable_fsdp import Accelerator
 
     acc = Accelerator(device="cpu", backend="native", run={"peer_timeout_s": 5})
@@ -280,15 +288,28 @@ def validate_alone() -> None:
 
 
 def test_a_forward_by_process_0_alone_is_ended_and_work_on_its_host_is_not(tmp_path: Path) -> None:
-    torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc_per_node=2"]
-    paths = os.pathsep.join(path for path in sys.path if path)
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [*map(str, torchrun), str(Path(__file__))]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = run_script("validate_alone", tmp_path)
     assert done.returncode == 1
     assert "was busy" in done.stdout
     assert "process 0 has run a forward of Net alone for 5 s: 1 other process(es) wait at its next batch" in done.stderr
 
 
+def save_last() -> None:
+    from portable_fsdp import Accelerator
+
+    acc = Accelerator(device="cpu", backend="native")
+    net = acc.prepare(Net())
+    if acc.is_main_process:
+        acc.save_model(net, "last")
+        acc.save_state("state")
+
+
+def test_process_0_saves_at_the_end_of_a_script_without_end_training(tmp_path: Path) -> None:
+    done = run_script("save_last", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "last/model.safetensors").exists()
+    assert (tmp_path / "state/step-00000000/manifest.json").exists()
+
+
 if __name__ == "__main__":
-    validate_alone()
+    {"validate_alone": validate_alone, "save_last": save_last}[sys.argv[1]]()
