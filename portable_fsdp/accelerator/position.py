@@ -1,4 +1,4 @@
-"""Where a prepared loader is, so that a resumed epoch has the order of the interrupted one."""
+"""The position of a prepared loader in its epoch: a resumed epoch has the order of the interrupted one."""
 
 from collections.abc import Mapping
 from typing import Any

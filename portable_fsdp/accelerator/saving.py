@@ -11,134 +11,34 @@ tensors, and its `load_state_dict` takes them: `save_pretrained`, peft and other
 import os
 import re
 import shutil
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from portable_fsdp.accelerator.rows import PreparedLoader
 from portable_fsdp.accelerator.turns import turns_of
-from portable_fsdp.backends.contract import Backend, Piece
+from portable_fsdp.accelerator.whole import copy_of, layouts, put_whole, whole
+from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.state import parameter_slots
 from portable_fsdp.checkpoint import manifests
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.checkpoint.named import NamedState
 from portable_fsdp.config.schema import Config
-from portable_fsdp.layout import Region
 from portable_fsdp.runtime.collective_errors import on_process_0
 from portable_fsdp.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from portable_fsdp.accelerator.front import Accelerator
 
-_OURS = ("state_dict", "load_state_dict", "forward", "__deepcopy__")
-"""Attributes of prepared modules, and of their blocks, that a whole copy on the host doesn't have."""
-
 
 class StateError(CheckpointError, ValueError):
     """accelerate raises ValueError here, which scripts may handle."""
-
-
-class _NoState(NamedTuple):
-    """In place of an optimizer: weights alone."""
-
-    state: Mapping[Tensor, Any]
-
-
-# ------------------------------------------------------------------------------------------------ whole tensors
-
-
-def whole(engine: Backend, model: nn.Module, tensors: Iterable[Tensor], keep: bool) -> dict[Tensor, Tensor]:
-    """Tensor of a sharded model -> a whole copy on the host; with `keep` false the others' part alone. *collective*"""
-    engine.end_step()
-    split = engine.state(model, _NoState({})) if _splits(engine) else {}
-    names = {tensor: name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    copies: dict[Tensor, Tensor] = {}
-    for tensor in dict.fromkeys(tensors):
-        if (state := split.get(names.get(tensor, ""))) is not None:
-            value = _joined(engine, state.shape, tensor.dtype, state.pieces())
-        elif isinstance(tensor, DTensor):
-            value = cast(DTensor, tensor.detach().to(engine.device)).full_tensor()
-        elif tensor.device.type == "xla":  # its parts: reading a sharded tensor would compile a program
-            value = _joined(engine, tensor.shape, tensor.dtype, engine.tensor_state(tensor).pieces())
-        else:
-            value = tensor
-        if keep:
-            copies[tensor] = value.detach().to("cpu", copy=True)
-    return copies
-
-
-def _splits(engine: Backend) -> bool:
-    """Whether the engine lays out weights in ways that a tensor alone doesn't tell."""
-    return any(engine.axes.get(axis, 1) > 1 for axis in ("tensor", "expert"))
-
-
-def _joined(engine: Backend, shape: Iterable[int], dtype: torch.dtype, pieces: Iterable[Piece]) -> Tensor:
-    own = [(piece.offset, piece.data.cpu()) for piece in pieces if not piece.replica]
-    value = torch.empty([*shape], dtype=dtype)
-    for offset, data in (each for part in engine.gather(own) for each in part):
-        value[tuple(slice(at, at + size) for at, size in zip(offset, data.shape, strict=True))] = data
-    return value
-
-
-def put_whole(engine: Backend, model: nn.Module, values: Mapping[Tensor, Tensor]) -> None:
-    """Overwrite tensors of a sharded model by whole ones, which each process has."""
-    engine.end_step()
-    names = {tensor: name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    keys = engine.state(model, _NoState({})).keys()
-    named = {names[tensor]: value for tensor, value in values.items()}
-
-    def read(key: str, slices: Region, into: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        value = named[key][slices]
-        return value.to(dtype, copy=True) if into is None else into.copy_(value)
-
-    with torch.no_grad():
-        if keys <= named.keys():
-            engine.load_state(model, _NoState({}), partial(read, dtype=None))
-            return
-        if _splits(engine):
-            raise CheckpointError(
-                "load_state_dict: a part of a model's weights, with sharding.tensor or sharding.expert.\n"
-                "  Load all of its weights in one call."
-            )
-        for tensor in values:
-            engine.load_tensor(tensor, partial(read, names[tensor], dtype=tensor.dtype))
-
-
-def copy_of(module: nn.Module, values: Mapping[Tensor, Tensor], known: dict[nn.Module, nn.Module]) -> nn.Module:
-    """A copy on the host with these values: of the same class, and with the same config objects."""
-    if module not in known:
-        known[module] = copy = object.__new__(type(module))
-        own = {name: value for name, value in vars(module).items() if name not in _OURS}
-        for name in own:
-            if name.startswith(("_forward_", "_backward_")) and isinstance(own[name], dict):  # hooks of the engine
-                own[name] = OrderedDict[int, Any]()
-        own["_parameters"] = {
-            name: p if p is None else _parameter(p, values) for name, p in vars(module)["_parameters"].items()
-        }
-        own["_buffers"] = {name: b if b is None else values[b] for name, b in vars(module)["_buffers"].items()}
-        own["_modules"] = {
-            name: m if m is None else copy_of(m, values, known) for name, m in vars(module)["_modules"].items()
-        }
-        vars(copy).update(own)
-    return known[module]
-
-
-def _parameter(old: nn.Parameter, values: Mapping[Tensor, Tensor]) -> nn.Parameter:
-    value = values[old]
-    if not isinstance(value, nn.Parameter):
-        cast(Any, values)[old] = value = nn.Parameter(value, old.requires_grad)  # tied ones stay so
-    return value
-
-
-# ----------------------------------------------------------------------------------------------- an Accelerator's
 
 
 class Saving:
@@ -203,11 +103,11 @@ class Saving:
         missing = [name for name in own if name not in state_dict]
         unexpected = [name for name in state_dict if name not in own]
         shared = [(own[name], state_dict[name], name) for name in own if name in state_dict]
+        shapes = {tensor: shape for tensor, (_, shape) in layouts(self._engine, model).items()}
         problems = [
-            f"size mismatch for {name}: copying a param with shape {new.shape} from checkpoint, the shape in current "
-            f"model is {old.shape}."
+            f"size mismatch for {name}: {[*new.shape]}, and {[*shapes[old]]} in the model."
             for old, new, name in shared
-            if isinstance(old, Tensor) and old.shape != new.shape
+            if isinstance(old, Tensor) and old in shapes and shapes[old] != (*new.shape,)
         ]
         for what, names in (("Missing", missing), ("Unexpected", unexpected)):
             if strict and names:
@@ -215,8 +115,7 @@ class Saving:
         if problems:
             text = "\n\t".join(problems)
             raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{text}")
-        tensors = {old: _on_host(new) for old, new, _ in shared if isinstance(old, Tensor)}
-        put_whole(self._engine, model, tensors)
+        put_whole(self._engine, model, {old: new for old, new, _ in shared if isinstance(old, Tensor)})
         for old, new, name in shared:
             if not isinstance(old, Tensor):
                 module.get_submodule(name.rpartition(".")[0]).set_extra_state(new)
@@ -295,7 +194,7 @@ class Saving:
         return {
             "accelerator": _Counters(accelerator, self._optimizers()),
             **_numbered("scheduler", accelerator._schedulers),
-            **_numbered("loader", [_Place(loader, self._engine) for loader in accelerator._dataloaders]),
+            **_numbered("loader", [_LoaderState(loader, self._engine) for loader in accelerator._dataloaders]),
             **_numbered("object", accelerator._custom_objects),
         }
 
@@ -313,34 +212,21 @@ class Saving:
         def run() -> list[str]:
             weights = [copy.state_dict() for copy in copies]
             all_weights, models = [*weights], [*copies]
-            with self.turns.quiet():
-                for hook in hooks:
-                    hook(models, weights, folder)
+            try:
+                with self.turns.quiet():
+                    for hook in hooks:
+                        hook(models, weights, folder)
+            finally:
+                self.turns.point("the end of the save hooks")
             return [name for name, w in zip(named, all_weights, strict=True) if not any(w is each for each in weights)]
 
-        handled: Any = None
-        if is_main:
-            try:
-                handled = run()
-            except Exception as error:
-                handled = error
-        self.turns.point("the end of the save hooks")
-        return on_process_0(self._engine, lambda: _result(handled))
-
-
-def _result(handled: Any) -> Any:
-    if isinstance(handled, Exception):
-        raise handled
-    return handled
-
-
-def _on_host(value: Tensor) -> Tensor:
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    return value.detach().cpu()
+        if not is_main:  # a hook may call what needs all processes, as a prepared model's state_dict
+            self.turns.point("the end of the save hooks")
+        return on_process_0(self._engine, run)
 
 
 def _numbered(name: str, values: Iterable[Any]) -> dict[str, Any]:
-    """By name; a single one has no number, so that a script and the trainer name one model alike."""
+    """Name values; a single one has no number, so that a script and the trainer name one model alike."""
     listed = [*values]
     return {name if len(listed) == 1 else f"{name}_{number}": value for number, value in enumerate(listed)}
 
@@ -368,7 +254,7 @@ class _Counters:
             optimizer.steps = state["steps"][name]
 
 
-class _Place:
+class _LoaderState:
     """A loader's position as an object of a checkpoint, the same on all processes."""
 
     def __init__(self, loader: Any, engine: Backend) -> None:
@@ -399,7 +285,7 @@ class _Checkpoints(Checkpoints):
         return NamedState(self._backend, model, optimizer, objects or {}, self.elsewhere)
 
 
-# ---------------------------------------------------------------------------------------------- folders, by process 0
+# ------------------------------------------------------------------------------------------ folders, by process 0
 
 
 def new_folder(accelerator: "Accelerator", output_dir: str | None) -> str:
@@ -413,8 +299,8 @@ def new_folder(accelerator: "Accelerator", output_dir: str | None) -> str:
     parent = Path(str(accelerator.project_dir), "checkpoints")
     parent.mkdir(parents=True, exist_ok=True)
     folder, earlier = parent / f"checkpoint_{settings.iteration}", _by_number(parent)
-    if settings.total_limit is not None:
-        for old in earlier[: max(0, len(earlier) + 1 - settings.total_limit)]:
+    if (limit := cast(int | None, settings.total_limit)) is not None:
+        for old in earlier[: max(0, len(earlier) + 1 - limit)]:
             shutil.rmtree(old)
     if folder.exists():
         raise StateError(f"save_state: {folder} exists.\n  Set project_configuration.iteration to a new number.")

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -61,7 +60,7 @@ class Turns:
             # A connection of its own: a wait would block what else uses the other one, as NCCL's threads do.
             self._store = cast(Any, dist).PrefixStore(f"portable_fsdp/turns/{name}", store.clone())
             atexit.register(self._finish)
-        self._number = 0
+        self._number, self._begun_before = 0, count_collectives()
         self._is_quiet = False
         self._actions: list[dict[str, Action]] = []
         self._forward: str | None = None  # the model that process 0 runs now
@@ -107,11 +106,14 @@ class Turns:
     def _finish(self) -> None:
         """At the end of a script that doesn't call end_training: process 0 may save there, and needs the others."""
         if not hasattr(sys, "last_value"):  # else an error ends this process
-            self.point("the end of the script")
+            with contextlib.suppress(RuntimeError):  # process 0 may have held the store, and be gone
+                self.point("the end of the script")
         self._over.set()
 
     def close(self) -> None:
+        """Stop, when the engine closes."""
         self._over.set()
+        _of_engine.pop(self._engine, None)
         atexit.unregister(self._finish)
         if self._guard is not None:
             self._guard.join()
@@ -144,7 +146,7 @@ class Turns:
 
     def _read(self, own: _Message) -> _Message:
         """Wait for the next message as long as process 0 lives: the engine ends this process otherwise."""
-        self._store.set(f"waiting/{self._index}", json.dumps([self._number, own.text, count_collectives()]))
+        self._store.set(f"waiting/{self._index}", json.dumps([self._number, own.text, self._begun()]))
         while True:
             with contextlib.suppress(cast(Any, dist).DistStoreError):  # the store's timeout, half an hour
                 message = _Message(*json.loads(self._store.get(self._key())))
@@ -158,6 +160,7 @@ class Turns:
         self._number += 1
         if self._number % _KEPT == 0:
             self._engine.gather(None)
+        self._begun_before = count_collectives()
         if self._index == 0 and self._number > 2 * _KEPT:
             self._store.delete_key(f"turn/{self._number - 2 * _KEPT - 1}")
 
@@ -186,14 +189,18 @@ class Turns:
         since: float | None = None
         while not self._over.wait(min(1.0, self._timeout_s / 5)):
             with contextlib.suppress(RuntimeError):  # a store that is gone: the engine ends this process
-                number, own = self._number, count_collectives()
+                number, own = self._number, self._begun()
                 waiting = [text for n, text, count in self._waiting() if n == number and count < own]
                 since = (since or time.monotonic()) if waiting and number == self._number else None
                 if since is not None and time.monotonic() - since > self._timeout_s:
                     self._end(waiting)
 
+    def _begun(self) -> int:
+        """The collectives that this process has begun since its last turn point."""
+        return count_collectives() - self._begun_before
+
     def _waiting(self) -> list[tuple[int, str, int]]:
-        """Of the others that have waited: for which message, where, and how many collectives they had begun."""
+        """For each other process that has waited: for which message, where, and how many collectives it had begun."""
         keys = [f"waiting/{index}" for index in range(1, self._count)]
         return [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
 
@@ -212,7 +219,7 @@ class Turns:
         os._exit(EXIT_FAILED)
 
 
-_of_engine: weakref.WeakKeyDictionary[Backend, Turns] = weakref.WeakKeyDictionary()
+_of_engine: dict[Backend, Turns] = {}  # until it closes
 
 
 def turns_of(engine: Backend, timeout_s: float) -> Turns:

@@ -1,0 +1,118 @@
+"""Whole tensors of sharded models on the host, and back."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from portable_fsdp.backends.contract import Backend, Piece
+from portable_fsdp.layout import Region
+from portable_fsdp.runtime.errors import CheckpointError
+
+_OURS = ("state_dict", "load_state_dict", "forward", "__deepcopy__")
+"""Attributes of prepared modules, and of their blocks, that a whole copy on the host doesn't have."""
+
+
+class _NoState(NamedTuple):
+    """In place of an optimizer: weights alone."""
+
+    state: Mapping[Tensor, Any]
+
+
+def whole(engine: Backend, model: nn.Module, tensors: Iterable[Tensor], keep: bool) -> dict[Tensor, Tensor]:
+    """Tensor of a sharded model -> a whole copy on the host; with `keep` false the others' part alone. *collective*"""
+    engine.end_step()
+    split = engine.state(model, _NoState({})) if _splits(engine) else {}
+    names = {tensor: name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    copies: dict[Tensor, Tensor] = {}
+    for tensor in dict.fromkeys(tensors):
+        if (state := split.get(names.get(tensor, ""))) is not None:
+            value = _joined(engine, state.shape, tensor.dtype, state.pieces())
+        elif isinstance(tensor, DTensor):
+            value = cast(DTensor, tensor.detach().to(engine.device)).full_tensor()
+        elif tensor.device.type == "xla":  # its parts: reading a sharded tensor would compile a program
+            value = _joined(engine, tensor.shape, tensor.dtype, engine.tensor_state(tensor).pieces())
+        else:
+            value = tensor
+        if keep:
+            copies[tensor] = value.detach().to("cpu", copy=True)
+    return copies
+
+
+def _splits(engine: Backend) -> bool:
+    """Whether the engine lays out weights in ways that a tensor alone doesn't tell."""
+    return any(engine.axes.get(axis, 1) > 1 for axis in ("tensor", "expert"))
+
+
+def _joined(engine: Backend, shape: Iterable[int], dtype: torch.dtype, pieces: Iterable[Piece]) -> Tensor:
+    own = [(piece.offset, piece.data.cpu()) for piece in pieces if not piece.replica]
+    value = torch.empty([*shape], dtype=dtype)
+    for offset, data in (each for part in engine.gather(own) for each in part):
+        value[tuple(slice(at, at + size) for at, size in zip(offset, data.shape, strict=True))] = data
+    return value
+
+
+def layouts(engine: Backend, model: nn.Module) -> dict[Tensor, tuple[str, tuple[int, ...]]]:
+    """Weight or buffer of a checkpoint -> its first name, and its shape on one device."""
+    states = engine.state(model, _NoState({}))
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    return {tensors[name]: (name, state.shape) for name, state in states.items()}
+
+
+def put_whole(engine: Backend, model: nn.Module, values: Mapping[Tensor, Tensor]) -> None:
+    """Overwrite tensors of a sharded model by whole ones, which each process has. Raises CheckpointError."""
+    engine.end_step()
+    known = layouts(engine, model)
+    named = {
+        known[tensor][0]: value.full_tensor() if isinstance(value, DTensor) else value.detach()
+        for tensor, value in values.items()
+        if tensor in known
+    }
+
+    def read(key: str, slices: Region, into: Tensor | None = None) -> Tensor:
+        part = named[key][slices].cpu()
+        return part.to(dtypes[key], copy=True) if into is None else into.copy_(part)
+
+    dtypes = {name: tensor.dtype for tensor, (name, _) in known.items()}
+    with torch.no_grad():
+        if len(named) == len(known):
+            engine.load_state(model, _NoState({}), read)
+            return
+        if _splits(engine):
+            raise CheckpointError(
+                "load_state_dict: a part of a model's weights, with sharding.tensor or sharding.expert.\n"
+                "  Load all of its weights in one call."
+            )
+        for tensor, (name, _) in known.items():
+            if name in named:
+                engine.load_tensor(tensor, partial(read, name))
+
+
+def copy_of(module: nn.Module, values: Mapping[Tensor, Tensor], known: dict[nn.Module, nn.Module]) -> nn.Module:
+    """A copy on the host with these values: of the same class, and with the same config objects."""
+    if module not in known:
+        known[module] = copy = object.__new__(type(module))
+        own = {name: value for name, value in vars(module).items() if name not in _OURS}
+        for name in own:
+            if name.startswith(("_forward_", "_backward_")) and isinstance(own[name], dict):  # hooks of the engine
+                own[name] = OrderedDict[int, Any]()
+        own["_parameters"] = {
+            name: p if p is None else _parameter(p, values) for name, p in vars(module)["_parameters"].items()
+        }
+        own["_buffers"] = {name: b if b is None else values[b] for name, b in vars(module)["_buffers"].items()}
+        own["_modules"] = {
+            name: m if m is None else copy_of(m, values, known) for name, m in vars(module)["_modules"].items()
+        }
+        vars(copy).update(own)
+    return known[module]
+
+
+def _parameter(old: nn.Parameter, values: Mapping[Tensor, Tensor]) -> nn.Parameter:
+    value = values[old]
+    if not isinstance(value, nn.Parameter):
+        cast(Any, values)[old] = value = nn.Parameter(value, old.requires_grad)  # tied ones stay so
+    return value
