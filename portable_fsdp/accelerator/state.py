@@ -100,7 +100,7 @@ def open_engine(
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(dist.get_rank())
     keep_xla_out()
     overrides, start = with_variable(sections, start)
-    resolved = _config(config, overrides, plugin)
+    resolved = resolved_config(config, overrides, plugin)
     with _lines_of_gloo():
         engine = open_backend(resolved, **start)
     engine.__enter__()
@@ -138,18 +138,20 @@ def with_variable(sections: Mapping[str, Any], start: Mapping[str, Any]) -> tupl
     return overrides, started
 
 
-def _config(
+def resolved_config(
     path: str | os.PathLike[str] | None, overrides: list[str], plugin: FullyShardedDataParallelPlugin | None
 ) -> Config:
     """The config of an own loop: a file of ours or of accelerate, the plugin, what `accelerate launch` passes, and
     overrides, which count. Raises ConfigError with all problems."""
     with TemporaryDirectory() as folder:
         file, imports = Path(path or Path(folder) / "Accelerator.yaml"), list[Path]()
-        if path is None:
+        if path is None or not parse_file(file)[1].keys() <= Config.model_fields.keys():  # none, or accelerate's
+            imports += [] if path is None else [file]
+            file = Path(folder) / "Accelerator.yaml"
             file.write_text("{}")
         if plugin is not None:
             imports.append(Path(folder) / "fsdp_plugin.yaml")
-            imports[0].write_text(yaml.safe_dump(_as_keys(plugin)))
+            imports[-1].write_text(yaml.safe_dump(_as_keys(plugin)))
         given = parse_file(file)[1]
         needed = {"model": "model.factory=stand_in:model", "train": "train.steps=1000000000"}
         needed = [text for section, text in needed.items() if section not in given]
