@@ -277,6 +277,7 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------------------------------------- between processes
 
     def gather(self, tensor: Any) -> Any:
+        self._saving.turns.point("gather")
         if self.engine.device.type != "xla":
             return super().gather(tensor)
         whole = recursively_apply(lambda value: self.engine.whole(value[None] if value.dim() == 0 else value), tensor)
@@ -287,17 +288,20 @@ class Accelerator(accelerate.Accelerator):
         loader = self.gradient_state.active_dataloader
         rows = loader.rows if type(loader) is PreparedLoader else None
         if self.engine.device.type != "xla" and rows and rows.own * self.engine.data_shard.count != rows.total:
+            self._saving.turns.point("gather_for_metrics")
             own = recursively_apply(lambda value: value.detach().cpu()[: rows.own], input_data)
             parts = self.engine.gather(own)
             return _joined(parts)
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        self._saving.turns.point("reduce")
         if self.engine.device.type != "xla":
             return super().reduce(tensor, reduction, scale)
         return recursively_apply(lambda value: value * scale if scale != 1.0 else value, tensor)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        self._saving.turns.point("pad_across_processes")
         if self.engine.device.type != "xla":
             return super().pad_across_processes(tensor, dim, pad_index, pad_first)
         return tensor

@@ -162,7 +162,7 @@ def _copied(
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", *hooks)}
     own = copy.deepcopy(own, {id(weight): twin for weight, twin in twins.items()})  # a step may change them
     state = defaultdict[Tensor, dict[str, Any]](dict)
-    for group in cast(list[dict[str, Any]], groups) if isinstance(optimizer, torch.optim.Adagrad) else ():
+    for group in groups if isinstance(optimizer, torch.optim.Adagrad) else ():
         for twin in group["params"]:
             total = torch.full_like(twin, group["initial_accumulator_value"], requires_grad=False)
             state[twin] = {"step": torch.zeros(()), "sum": total}
