@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from portable_fsdp.accelerator.prepare import GradientGraphs, Twins, prepare_model, prepare_optimizer
-from portable_fsdp.accelerator.rows import PreparedLoader, Shards
+from portable_fsdp.accelerator.rows import PreparedLoader, PreparedStream, Shards
 from portable_fsdp.accelerator.saving import Saving, StateError
 from portable_fsdp.accelerator.start import start_workers
 from portable_fsdp.accelerator.state import close, end_with_a_sentence, fill_states, open_engine, plugin_of
@@ -171,7 +171,10 @@ class Accelerator(accelerate.Accelerator):
                 self._dataloaders.append(data_loader)
             return data_loader
         if self.engine.device.type != "xla" and isinstance(data_loader.dataset, IterableDataset):
-            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+            stream = PreparedStream(data_loader, self.split_batches, self._next_batch)
+            cast(Any, stream)._is_accelerate_prepared = True
+            self._dataloaders.append(stream)
+            return stream
         part, count = self.engine.data_shard, self._opened.processes
         each = max(1, count // part.count)
         own = tuple(range(part.index * each, part.index * each + each))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
-from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SeedableRandomSampler
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
 from accelerate.utils import concatenate, find_batch_size, recursively_apply, slice_tensors
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
@@ -101,6 +101,23 @@ class OwnBatches(BatchSampler):
         ]
         for parts in itertools.zip_longest(*samplers, fillvalue=()):
             yield [list(part or ()) for part in parts]
+
+
+class PreparedStream(DataLoaderDispatcher):
+    """A stream on native: accelerate's own, of which process 0 reads the batches and deals out their rows."""
+
+    def __init__(self, loader: DataLoader[Any], split: bool, end_step: Callable[[], None]) -> None:
+        self._end_step = end_step
+        kept = {name: getattr(loader, name) for name in _LOADER if name != "generator" and hasattr(loader, name)}
+        kept |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "_drop_last": bool(loader.drop_last)}
+        super().__init__(loader.dataset, split_batches=split, **kept)
+
+    def __iter__(self) -> Generator[Any]:
+        batches = super().__iter__()
+        self._end_step()  # before each read, which is collective
+        for batch in batches:
+            yield batch
+            self._end_step()
 
 
 class PreparedLoader(DataLoaderShard):
