@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from portable_fsdp.accelerator.prepare import GradientGraphs, Twins, prepare_model, prepare_optimizer
+from portable_fsdp.accelerator.prepare import Twins, prepare_model, prepare_optimizer
 from portable_fsdp.accelerator.rows import PreparedLoader, PreparedStream, Shards
 from portable_fsdp.accelerator.saving import Saving, StateError
 from portable_fsdp.accelerator.start import start_workers
 from portable_fsdp.accelerator.state import close, end_with_a_sentence, fill_states, open_engine, plugin_of
 from portable_fsdp.accelerator.watch import HostReads
 from portable_fsdp.backends.contract import Backend
+from portable_fsdp.backends.own_objects import GradientGraphs
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
 

@@ -1,13 +1,11 @@
 """Models and optimizers of a script: built as for one device, laid out over all of them."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.nested import floats_in
@@ -30,40 +28,6 @@ class Twins:
 
     def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         return [self._new.get(parameter, parameter) for parameter in parameters]
-
-
-class GradientGraphs:
-    """Notes which models have a gradient taken by `autograd.grad(..., create_graph=True)`, and keeps those gathered on
-    FSDP2, which would free a unit after its first backward, until the backward of a loss that may hold this gradient.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[nn.Module, list[tuple[Any, dict[str, Any]]]] = {}
-
-    def watch(self, model: nn.Module) -> None:
-        """FSDP2 runs a hook of each unit before its backward, where autograd records only with `create_graph`."""
-        states = [cast(Any, unit)._get_fsdp_state() for unit in model.modules() if isinstance(unit, FSDPModule)]
-
-        def note(hook: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
-            if torch.is_grad_enabled() and model not in self._kept:
-                kept = {"post_forward_mesh_info": None, "reshard_after_backward": False, "reduce_grads": False}
-                groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
-                self._kept[model] = [(group, {name: getattr(group, name) for name in kept}) for group in groups]
-                for group in groups:
-                    vars(group).update(kept)
-            return hook(gradient)
-
-        for state in states:
-            state._pre_backward = partial(note, state._pre_backward)
-
-    def end(self) -> list[nn.Module]:
-        """Return these models, whose units now behave as before: the backward needs `Backend.second_derivatives`."""
-        models = [*self._kept]
-        for settings in self._kept.values():
-            for group, values in settings:
-                vars(group).update(values)
-        self._kept.clear()
-        return models
 
 
 def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, engine: Backend, twins: Twins) -> Any:
