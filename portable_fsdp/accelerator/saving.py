@@ -28,7 +28,6 @@ from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.state import parameter_slots
 from portable_fsdp.checkpoint import manifests
 from portable_fsdp.checkpoint.manager import Checkpoints
-from portable_fsdp.checkpoint.named import NamedState
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.collective_errors import on_process_0
 from portable_fsdp.runtime.errors import CheckpointError
@@ -169,7 +168,7 @@ class Saving:
         models = [*self._named_models().values()]
         is_one = len(models) == 1 and not elsewhere  # then transformers can open it, and the trainer
         architecture: Any = getattr(models[0], "config", None) if is_one else None
-        checkpoints = _Checkpoints(
+        checkpoints = Checkpoints(
             folder,
             self._engine,
             config=config,
@@ -177,7 +176,7 @@ class Saving:
             model_config=architecture.to_dict() if hasattr(architecture, "model_type") else None,
             ties=_ties(models[0]) if is_one else None,
         )
-        checkpoints.elsewhere = elsewhere
+        checkpoints.saved_elsewhere = elsewhere
         return checkpoints
 
     def _named_models(self) -> dict[str, nn.Module]:
@@ -274,15 +273,6 @@ class _LoaderState:
         self._loader.iteration = state["epoch"]
         if type(self._loader) is PreparedLoader and "order" in state:
             self._loader.position.load(state)
-
-
-class _Checkpoints(Checkpoints):
-    """Checkpoints that leave out the weights of models that hooks save."""
-
-    elsewhere: Collection[str] = ()
-
-    def _named(self, model: Any, optimizer: Any, objects: Any) -> NamedState:
-        return NamedState(self._backend, model, optimizer, objects or {}, self.elsewhere)
 
 
 # ------------------------------------------------------------------------------------------ folders, by process 0

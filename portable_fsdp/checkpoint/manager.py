@@ -5,7 +5,7 @@ All processes reach the same result, errors included, so that none waits for one
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -103,6 +103,7 @@ class Checkpoints(Closing):
         self._own: dict[int, Path] | None = None  # on process 0: the run's own, intact at the first look
         self._background, self._snapshot = Background(), Snapshot()
         self._finished: list[Saved] = []
+        self.saved_elsewhere: Collection[str] = ()  # names of models whose weights aren't here
         self.on_part: Callable[[], None] = lambda: None
         """Called once this process has written its part of a checkpoint."""
         resume.check_allow(self._settings.allow, config)
@@ -159,7 +160,7 @@ class Checkpoints(Closing):
             return None
         from portable_fsdp.checkpoint.named import NamedState
 
-        return NamedState(self._backend, model, optimizer, objects or {})
+        return NamedState(self._backend, model, optimizer, objects or {}, self.saved_elsewhere)
 
     def wait(self) -> None:
         """Wait for the commit of a background save; raises its error on all processes."""
