@@ -1,7 +1,7 @@
 """`portable_fsdp.Accelerator`: accelerate's, whose scripts then train sharded on FSDP2 and on XLA.
 
 The constructor opens an engine and fills accelerate's states by it (`state.py`); what accelerate does right by these
-states is inherited. `names.py` says of each public name which of both it is, or why it is refused.
+states is inherited. `names.yaml` says of each public name which of both it is, or why it is refused.
 """
 
 import os
@@ -235,8 +235,7 @@ class Accelerator(accelerate.Accelerator):
         if count is not None:
             own = torch.as_tensor(count, dtype=torch.float32, device=self.device)
             return own / self.engine.sum(own)
-        loader = self.gradient_state.active_dataloader
-        rows = loader.rows if isinstance(loader, PreparedLoader) or type(loader) is PreparedLoader else None
+        rows = getattr(self.gradient_state.active_dataloader, "rows", None)
         return rows.own / rows.total if rows is not None else 1 / self.engine.data_shard.count
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
@@ -289,13 +288,11 @@ class Accelerator(accelerate.Accelerator):
         return whole
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        loader = self.gradient_state.active_dataloader
-        rows = loader.rows if type(loader) is PreparedLoader else None
+        rows = getattr(self.gradient_state.active_dataloader, "rows", None)
         if self.engine.device.type != "xla" and rows and rows.own * self.engine.data_shard.count != rows.total:
             self._saving.turns.point("gather_for_metrics")
             own = recursively_apply(lambda value: value.detach().cpu()[: rows.own], input_data)
-            parts = self.engine.gather(own)
-            return _joined(parts)
+            return _joined(self.engine.gather(own))
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -313,14 +310,6 @@ class Accelerator(accelerate.Accelerator):
     def wait_for_everyone(self) -> None:
         self._end_step()
         self._saving.turns.meet()
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Generator[Any]:
-        if self.engine.device.type == "xla" and self.engine.process.count == 1:
-            yield inputs
-            return
-        with super().split_between_processes(inputs, apply_padding) as part:
-            yield part
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Log numbers. Tensors are read at the next call, so that the device doesn't wait."""
