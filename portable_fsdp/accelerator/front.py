@@ -4,6 +4,7 @@ The constructor opens an engine and fills accelerate's states by it (`state.py`)
 states is inherited. `names.yaml` says of each public name which of both it is, or why it is refused.
 """
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -17,9 +18,10 @@ import torch
 import yaml
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType, recursively_apply
+from accelerate.utils import DistributedType, concatenate, recursively_apply, send_to_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from portable_fsdp.accelerator.prepare import Twins, prepare_model, prepare_optimizer
@@ -81,16 +83,18 @@ class Accelerator(accelerate.Accelerator):
         sections = {name: kwargs.pop(name) for name in [*kwargs] if name in Config.model_fields}
         given = _by_name(args, kwargs)
         fsdp = given.pop("fsdp_plugin", None)
-        refuse_arguments(given)
         if given.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
             device = "cpu"
         precision = str(given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
+        refuse_arguments(given, precision, processes)
         if precision == "bf16" and not autocast:
             cast_ = {"compute": "bfloat16", "output": "float32"}
             sections["precision"] = cast_ | dict(sections.get("precision") or {})
         plugin = given.get("gradient_accumulation_plugin")
         steps = int(plugin.num_steps if plugin is not None else given.get("gradient_accumulation_steps", 1))
         start = {"device": device, "backend": backend, "num_devices": num_devices}
+        if steps < 1:
+            raise ConfigError(f"Accelerator: gradient_accumulation_steps={steps}: expected at least 1.")
         start_workers(start)
         self._opened = open_engine(config, sections, start, steps, processes, fsdp)
         self.engine = self._opened.engine
@@ -107,6 +111,7 @@ class Accelerator(accelerate.Accelerator):
         self._graphs = GradientGraphs()
         self._pending_log: Callable[[], None] = lambda: None
         self._saving = Saving(self, self.engine, self._opened.config)
+        atexit.register(lambda: self._pending_log())  # a script may end without end_training
 
     # -------------------------------------------------------------------------------------------------- what it is
 
@@ -291,8 +296,10 @@ class Accelerator(accelerate.Accelerator):
         rows = getattr(self.gradient_state.active_dataloader, "rows", None)
         if self.engine.device.type != "xla" and rows and rows.own * self.engine.data_shard.count != rows.total:
             self._saving.turns.point("gather_for_metrics")
+            if use_gather_object or not any(isinstance(value, Tensor) for value in tree_leaves(input_data)):
+                return [each for part in self.engine.gather(input_data[: rows.own]) for each in part]
             own = recursively_apply(lambda value: value.detach().cpu()[: rows.own], input_data)
-            return _joined(self.engine.gather(own))
+            return send_to_device(concatenate(self.engine.gather(own)), self.device)
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -407,7 +414,10 @@ def _makes_model(value: Any) -> bool:
 def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     import inspect
 
-    bound = inspect.signature(accelerate.Accelerator.__init__).bind(None, *args, **kwargs)
+    try:
+        bound = inspect.signature(accelerate.Accelerator.__init__).bind(None, *args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"Accelerator: {error}.") from None
     return {name: value for name, value in bound.arguments.items() if name != "self"}
 
 
@@ -422,13 +432,21 @@ _OTHER_ENGINES = {
 }
 
 
-def refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments that choose another engine or that no engine here honours."""
+def refuse_arguments(given: Mapping[str, Any], precision: str, processes: str) -> None:
+    """Raise ConfigError for arguments and variables that choose another engine or that no engine here honours."""
     for name, reason in _OTHER_ENGINES.items():
         if given.get(name) not in (None, "no", "NO"):
             raise ConfigError(f"Accelerator: {name}: {reason}")
-    if str(given.get("mixed_precision")) in ("fp16", "fp8"):
-        raise ConfigError(f"Accelerator: mixed_precision={given['mixed_precision']} isn't built.\n  Set bf16 or no.")
+    for name, engine in {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}.items():
+        if os.environ.get(name, "").lower() in ("1", "true"):
+            raise ConfigError(f"Accelerator: {name}: {engine} is another engine.\n  Unset it.")
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        reason = _OTHER_ENGINES["dynamo_backend"]
+        raise ConfigError(f"Accelerator: ACCELERATE_DYNAMO_BACKEND, by `accelerate launch`: {reason}")
+    if precision not in ("no", "bf16"):
+        raise ConfigError(f"Accelerator: mixed_precision={precision} isn't built.\n  Set bf16 or no.")
+    if processes not in ("devices", "one"):
+        raise ConfigError(f'Accelerator: processes={processes}: expected "devices" or "one".')
     if given.get("device_placement") is False:
         raise ConfigError("Accelerator: device_placement=False: models and batches always move.\n  Leave it out.")
     loaders = given.get("dataloader_config")
@@ -441,15 +459,3 @@ def _in_autocast(forward: Callable[..., Any], device: str) -> Callable[..., Any]
     from accelerate.utils import convert_outputs_to_fp32
 
     return convert_outputs_to_fp32(torch.autocast(device_type=device, dtype=torch.bfloat16)(forward))
-
-
-def _joined(parts: list[Any]) -> Any:
-    """Join what processes have, row after row."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat([part if part.dim() else part[None] for part in parts])
-    if isinstance(first, Mapping):
-        return {name: _joined([part[name] for part in parts]) for name in first}
-    if isinstance(first, list | tuple):
-        return type(first)(_joined(list(each)) for each in zip(*parts, strict=True))
-    return parts

@@ -41,6 +41,11 @@ def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, en
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise ConfigError(f"prepare: {name} is compiled.\n  Leave torch.compile out: compile={{'enabled': True}}.")
+    if engine.device.type == "xla" and getattr(model, "is_gradient_checkpointing", False):
+        raise ConfigError(
+            f"prepare: {name} recomputes by torch's checkpointing, which XLA would undo.\n  Leave "
+            "gradient_checkpointing_enable() out: Accelerator(memory={'gradient_checkpointing': 'full'})."
+        )
     if getattr(model, "hf_device_map", None) and len({*cast(Any, model).hf_device_map.values()}) > 1:
         raise ConfigError(f"prepare: {name} lies on several devices (device_map).\n  Load it without device_map.")
     _initialise(model)

@@ -6,6 +6,7 @@ completed by accelerate's rule (`BatchSamplerShard`); with `split_batches` each 
 """
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
@@ -26,6 +27,9 @@ _LOADER = (
     *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
 )
 """Arguments of a loader that its copy keeps: all that don't choose the rows of a batch."""
+
+
+log = logging.getLogger("portable_fsdp")
 
 
 class Sizes(NamedTuple):
@@ -127,6 +131,7 @@ class PreparedLoader(DataLoaderShard):
         """`loader`: the script's. `end_step` runs before each batch and after the last one."""
         self._engine, self._shards, self._end_step = engine, shards, end_step
         self._sizes: deque[Sizes] = deque()
+        self._has_warned = False
         self.rows: Sizes | None = None  # of the running batch
         self._of_script = loader
         kept = {name: getattr(loader, name) for name in _LOADER if hasattr(loader, name)}
@@ -166,6 +171,7 @@ class PreparedLoader(DataLoaderShard):
         for batch in super().__iter__():
             self._end_step()
             self.rows = self._sizes.popleft() if self._sizes else None
+            self._warn_of_parts()
             if state is not None:  # the sampler has drawn
                 torch.set_rng_state(state)
                 state = None
@@ -180,6 +186,14 @@ class PreparedLoader(DataLoaderShard):
         self.position.finish()
         if self._origin is not None:
             self._origin.iteration = self.iteration
+
+    def _warn_of_parts(self) -> None:
+        """XLA aborts the process, without an error, for some operations (an embedding of one index a row)."""
+        if self.rows and self.rows.total % self._engine.row_shards and self._engine.device.type == "xla":
+            text = "a batch of %d rows on %d devices: XLA ends some models that look up one index a row; use drop_last"
+            if not self._has_warned:
+                log.warning(text, self.rows.total, self._engine.row_shards)
+            self._has_warned = True
 
     def begin(self) -> None:
         super().begin()

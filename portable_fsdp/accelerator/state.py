@@ -53,7 +53,6 @@ class Opened(NamedTuple):
     config: Config
     arguments: Mapping[str, Any]
     processes: int  # groups of devices that get different rows, or 1
-    steps: int  # of gradient accumulation
 
 
 _opened: list[Opened] = []
@@ -79,12 +78,11 @@ def open_engine(
 ) -> Opened:
     """Open the engine of this process, or return the open one. Raises ConfigError if that has other arguments, and the
     shared states weren't reset meanwhile."""
-    arguments = {"config": config and str(config), **sections, **start, "processes": processes}
-    if (
-        _opened
-        and _were_reset()
-        and {**arguments, "steps": steps} != {**_opened[0].arguments, "steps": _opened[0].steps}
-    ):
+    arguments = {
+        **{"config": config and str(config), **sections, **start, "processes": processes},
+        "gradient_accumulation_steps": steps,
+    }
+    if _opened and _were_reset() and arguments != _opened[0].arguments:
         close()
     if _opened:
         if arguments != _opened[0].arguments:
@@ -101,15 +99,17 @@ def open_engine(
     keep_xla_out()
     overrides, start = with_variable(sections, start)
     resolved = resolved_config(config, overrides, plugin)
+    handlers = logging.root.handlers[:]
     with _lines_of_gloo():
         engine = open_backend(resolved, **start)
+    logging.root.handlers[:] = handlers  # torch_xla's import logs, which would make the script's basicConfig do nothing
     engine.__enter__()
     atexit.register(close)
     if steps > 1:  # gradients then stay, as inputs of the next program
         rows = {"train.micro_batch": "1", "train.global_batch": str(engine.row_shards * steps)}
         engine.adopt(resolved := with_settings(resolved, rows))
     is_one = processes == "one" and engine.device.type == "xla"
-    _opened.append(Opened(engine, resolved, arguments, 1 if is_one else engine.row_shards, steps))
+    _opened.append(Opened(engine, resolved, arguments, 1 if is_one else engine.row_shards))
     return _opened[0]
 
 

@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 from portable_fsdp.accelerator.state import log
 
 _READS = (Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.tolist, Tensor.cpu, Tensor.numpy)
-_STEP = 2
-"""The step that is watched: the first one compiles, and may read more."""
+_STEP = 3
+"""The number of the point that is watched: after the begin of an epoch, and the first batch, whose step compiles."""
 
 
 class HostReads(TorchFunctionMode):
@@ -46,9 +46,9 @@ class HostReads(TorchFunctionMode):
 
 
 def _line_of_script(frame: FrameType) -> str:
-    """File and line of the innermost frame outside of torch."""
+    """File and line of the innermost frame outside of packages."""
     current: FrameType | None = frame
-    while current is not None and "/torch/" in current.f_code.co_filename:
+    while current is not None and "site-packages" in current.f_code.co_filename:
         current = current.f_back
     at = current or frame
     return f"{at.f_code.co_filename}:{at.f_lineno}"
