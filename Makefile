@@ -26,7 +26,7 @@ TPU_STAND_IN := lammps-jax-pjrt-cpu==0.11.2
 PYTEST_ON_TORCHTPU := TEST_TORCHTPU=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHON_WITH_XLA=$(abspath $(RUN)) $(TORCHTPU) -m pytest
 ON_TORCHTPU := $(addprefix tests/backends/test_,torchtpu.py torchtpu_start.py contract.py)
 # What torch itself does differently from version to version: FSDP2, its collectives, compile, dispatch.
-ON_TORCH := $(addprefix tests/backends/test_,contract.py native.py tensor.py memory.py one_device.py) tests/optim tests/plan/test_fake_step.py
+ON_TORCH := $(addprefix tests/backends/test_,contract.py native.py tensor.py memory.py one_device.py) tests/accelerator/test_patterns.py tests/accelerator/test_names.py tests/optim tests/plan/test_fake_step.py
 MORE_ON_TORCH := tests/backends tests/checkpoint tests/models tests/optim tests/plan/test_fake_step.py tests/train tests/launch/test_launch.py
 
 # The same of configs/finetune_smollm2.yaml. The package holds the model's GGUF file; nothing of it is run or installed.
