@@ -133,7 +133,7 @@ tail -n 1 env.new | grep -qx '# end' && mv env.new env"
     done
 }
 
-# Prints the caller's values, also of a variable that has the name of one of ours: here they are local variables. printf
+# Prints the caller's values. They become local variables here, so that a name of this script's own is no problem. printf
 # is bash's own: no process has the values as arguments.
 exports() {
     eval "$environment" 2> /dev/null || true # a readonly variable stays as it is

@@ -5,6 +5,7 @@ states is inherited. `names.yaml` says of each public name which of both it is, 
 """
 
 import atexit
+import inspect
 import os
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -153,10 +154,8 @@ class Accelerator(accelerate.Accelerator):
         self._graphs.watch(model)
         if self._autocast:
             model.forward = _in_autocast(model.forward, self.engine.device.type)
-        self._models.append(model)
         self._saving.adopt(model)
-        model._is_accelerate_prepared = True
-        return model
+        return _added(model, self._models)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         if isinstance(optimizer, AcceleratedOptimizer):
@@ -165,9 +164,7 @@ class Accelerator(accelerate.Accelerator):
             return optimizer
         prepare_optimizer(optimizer, self.engine, self._twins)
         prepared = PreparedOptimizer(optimizer, self.engine, self._keeps_gradients, self._reads.end)
-        cast(Any, prepared)._is_accelerate_prepared = True
-        self._optimizers.append(prepared)
-        return prepared
+        return _added(prepared, self._optimizers)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
@@ -177,20 +174,14 @@ class Accelerator(accelerate.Accelerator):
                 self._dataloaders.append(data_loader)
             return data_loader
         if self.engine.device.type != "xla" and isinstance(data_loader.dataset, IterableDataset):
-            stream = PreparedStream(data_loader, self.split_batches, self._next_batch)
-            cast(Any, stream)._is_accelerate_prepared = True
-            self._dataloaders.append(stream)
-            return stream
+            return _added(PreparedStream(data_loader, self.split_batches, self._next_batch), self._dataloaders)
         part, count = self.engine.data_shard, self._opened.processes
         each = max(1, count // part.count)
         own = tuple(range(part.index * each, part.index * each + each))
         order = self.use_seedable_sampler, self.dataloader_config.data_seed
-        is_whole = self.split_batches or count == 1  # one device completes no batch, as there
-        shards = Shards(own, count, is_whole, self.even_batches, *order)
-        rows = PreparedLoader(data_loader, self.engine, shards, self._next_batch)
-        cast(Any, rows)._is_accelerate_prepared = True
-        self._dataloaders.append(rows)
-        return rows
+        splits = self.split_batches or count == 1  # one device completes no batch, as there
+        shards = Shards(own, count, splits, self.even_batches, *order)
+        return _added(PreparedLoader(data_loader, self.engine, shards, self._next_batch), self._dataloaders)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         prepared = super().prepare_scheduler(scheduler)
@@ -403,6 +394,13 @@ def _close_names() -> None:
         setattr(Accelerator, name, property(refuse))
 
 
+def _added(prepared: Any, among: list[Any]) -> Any:
+    """Note a prepared object where accelerate's own code looks for it."""
+    prepared._is_accelerate_prepared = True
+    among.append(prepared)
+    return prepared
+
+
 def _makes_model(value: Any) -> bool:
     """Whether `prepare` takes it for a model: one, or a function or class that makes one."""
     if isinstance(value, nn.Module) or (isinstance(value, type) and issubclass(value, nn.Module)):
@@ -412,8 +410,6 @@ def _makes_model(value: Any) -> bool:
 
 
 def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    import inspect
-
     try:
         bound = inspect.signature(accelerate.Accelerator.__init__).bind(None, *args, **kwargs)
     except TypeError as error:

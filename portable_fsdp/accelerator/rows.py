@@ -77,8 +77,7 @@ class OwnBatches(BatchSampler):
         of_sampler = cast(Any, self.batch_sampler)
         if self.shards.split:
             return len(of_sampler) - self.skipped
-        sampled, shards = BatchSamplerShard(of_sampler, self.shards.total, 0), self.shards
-        sampled.even_batches = shards.even
+        sampled = BatchSamplerShard(of_sampler, self.shards.total, 0, even_batches=self.shards.even)
         return len(sampled) - self.skipped
 
     def __iter__(self) -> Iterator[list[Any]]:

@@ -141,8 +141,8 @@ def with_variable(sections: Mapping[str, Any], start: Mapping[str, Any]) -> tupl
 def resolved_config(
     path: str | os.PathLike[str] | None, overrides: list[str], plugin: FullyShardedDataParallelPlugin | None
 ) -> Config:
-    """The config of an own loop: a file of ours or of accelerate, the plugin, what `accelerate launch` passes, and
-    overrides, which count. Raises ConfigError with all problems."""
+    """The config of a script: our YAML or accelerate's file, the plugin, what `accelerate launch` passes, and the
+    overrides, which come first. Raises ConfigError with all problems."""
     with TemporaryDirectory() as folder:
         file, imports = Path(path or Path(folder) / "Accelerator.yaml"), list[Path]()
         if path is None or not parse_file(file)[1].keys() <= Config.model_fields.keys():  # none, or accelerate's
@@ -256,7 +256,7 @@ def _lines_of_gloo() -> Generator[None]:
 
 
 def end_with_a_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End a script on an error of ours with its message alone."""
+    """End a script that raises a PortableFSDPError with its message, without a traceback."""
     if isinstance(error, PortableFSDPError):
         with redirect_stderr(sys.__stderr__):  # torch.distributed calls this with one that it prints later
             to_stderr(str(error))

@@ -3,13 +3,14 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from portable_fsdp.backends.contract import Backend, Piece
+from portable_fsdp.checkpoint.named import Merged, has_layouts_of_its_own
 from portable_fsdp.layout import Region
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -17,25 +18,19 @@ _OURS = ("state_dict", "load_state_dict", "forward", "__deepcopy__")
 """Attributes of prepared modules, and of their blocks, that a whole copy on the host doesn't have."""
 
 
-class _NoState(NamedTuple):
-    """In place of an optimizer: weights alone."""
-
-    state: Mapping[Tensor, Any]
-
-
 def whole(engine: Backend, model: nn.Module, tensors: Iterable[Tensor], keep: bool) -> dict[Tensor, Tensor]:
     """Tensor of a sharded model -> a whole copy on the host; with `keep` false the others' part alone. *collective*"""
     engine.end_step()
-    split = engine.state(model, _NoState({})) if _splits(engine) else {}
+    split = engine.state(model, Merged({})) if has_layouts_of_its_own(engine) else {}
     names = {tensor: name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     copies: dict[Tensor, Tensor] = {}
     for tensor in dict.fromkeys(tensors):
         if (state := split.get(names.get(tensor, ""))) is not None:
-            value = _joined(engine, state.shape, tensor.dtype, state.pieces())
+            value = _from_pieces(engine, state.shape, tensor.dtype, state.pieces())
         elif isinstance(tensor, DTensor):
             value = cast(DTensor, tensor.detach().to(engine.device)).full_tensor()
         elif tensor.device.type == "xla":  # its parts: reading a sharded tensor would compile a program
-            value = _joined(engine, tensor.shape, tensor.dtype, engine.tensor_state(tensor).pieces())
+            value = _from_pieces(engine, tensor.shape, tensor.dtype, engine.tensor_state(tensor).pieces())
         else:
             value = tensor
         if keep:
@@ -43,12 +38,7 @@ def whole(engine: Backend, model: nn.Module, tensors: Iterable[Tensor], keep: bo
     return copies
 
 
-def _splits(engine: Backend) -> bool:
-    """Whether the engine lays out weights in ways that a tensor alone doesn't tell."""
-    return any(engine.axes.get(axis, 1) > 1 for axis in ("tensor", "expert"))
-
-
-def _joined(engine: Backend, shape: Iterable[int], dtype: torch.dtype, pieces: Iterable[Piece]) -> Tensor:
+def _from_pieces(engine: Backend, shape: Iterable[int], dtype: torch.dtype, pieces: Iterable[Piece]) -> Tensor:
     own = [(piece.offset, piece.data.cpu()) for piece in pieces if not piece.replica]
     value = torch.empty([*shape], dtype=dtype)
     for offset, data in (each for part in engine.gather(own) for each in part):
@@ -58,7 +48,7 @@ def _joined(engine: Backend, shape: Iterable[int], dtype: torch.dtype, pieces: I
 
 def layouts(engine: Backend, model: nn.Module) -> dict[Tensor, tuple[str, tuple[int, ...]]]:
     """Weight or buffer of a checkpoint -> its first name, and its shape on one device."""
-    states = engine.state(model, _NoState({}))
+    states = engine.state(model, Merged({}))
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     return {tensors[name]: (name, state.shape) for name, state in states.items()}
 
@@ -80,9 +70,9 @@ def put_whole(engine: Backend, model: nn.Module, values: Mapping[Tensor, Tensor]
     dtypes = {name: tensor.dtype for tensor, (name, _) in known.items()}
     with torch.no_grad():
         if len(named) == len(known):
-            engine.load_state(model, _NoState({}), read)
+            engine.load_state(model, Merged({}), read)
             return
-        if _splits(engine):
+        if has_layouts_of_its_own(engine):
             raise CheckpointError(
                 "load_state_dict: a part of a model's weights, with sharding.tensor or sharding.expert.\n"
                 "  Load all of its weights in one call."

@@ -38,10 +38,15 @@ Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 _NOT_SAVED = ("params", "fused", "foreach")
 
 
-class _Merged(NamedTuple):
-    """Several optimizers, or none."""
+class Merged(NamedTuple):
+    """The state of several optimizers, or of none."""
 
     state: Mapping[Tensor, Any]
+
+
+def has_layouts_of_its_own(backend: Backend) -> bool:
+    """Whether the engine alone knows which part of a tensor it has: it then saves and loads whole models."""
+    return any(backend.axes.get(axis, 1) > 1 for axis in ("tensor", "expert"))
 
 
 class _Groups(StrictModel):
@@ -139,17 +144,13 @@ class NamedState:
                     ) from None
                 raise
             prefixed = {key_in(self._prefixes[name], key): tensor for key, tensor in tensors.items()}
-            if name in self._elsewhere and not self._has_layouts_of_its_own():
+            if name in self._elsewhere and not has_layouts_of_its_own(self._backend):
                 prefixed = {key: t for key, t in prefixed.items() if _is_state(key) or key in self._stored}
             state |= prefixed
         return state
 
-    def _has_layouts_of_its_own(self) -> bool:
-        """Whether the engine alone knows which part of a tensor it has: it then saves and loads whole models."""
-        return any(self._backend.axes.get(axis, 1) > 1 for axis in ("tensor", "expert"))
-
     def _merged(self) -> OptimizerState:
-        return _Merged({w: state for optimizer in self._optimizers.values() for w, state in optimizer.state.items()})
+        return Merged({w: state for optimizer in self._optimizers.values() for w, state in optimizer.state.items()})
 
     def encode(self) -> None:
         """Take the states of objects. Raises CheckpointError for values that neither JSON nor a tensor holds."""
@@ -178,7 +179,7 @@ class NamedState:
                         "has one value for all: leave out what belongs to a process, or agree on it (engine.agree)."
                     )
         for key, tensor in self._tensors.items():
-            if isinstance(tensor, DTensor) and self._has_layouts_of_its_own():
+            if isinstance(tensor, DTensor) and has_layouts_of_its_own(self._backend):
                 raise CheckpointError(
                     f"checkpoint: {key} is sharded: with sharding.tensor or sharding.expert an object can't tell which "
                     "part it has.\n  Average weights in a sharded AveragedModel, and save that as a model."
@@ -280,13 +281,13 @@ class NamedState:
 
     def load(self, read: Read, *, weights_only: bool) -> None:
         """Overwrite models, optimizers and objects, in this order; with `weights_only` models alone."""
-        merged = _Merged({}) if weights_only else self._merged()
+        merged = Merged({}) if weights_only else self._merged()
         for name, model in self._models.items():
 
             def prefixed(key: str, slices: Region, into: Tensor | None = None, name: str = name) -> Tensor:
                 return read(key_in(self._prefixes[name], key), slices, into)
 
-            if name in self._elsewhere and not self._has_layouts_of_its_own():
+            if name in self._elsewhere and not has_layouts_of_its_own(self._backend):
                 self._load_optimizer_state(model, merged, prefixed)
             else:
                 self._backend.load_state(model, merged, prefixed)
