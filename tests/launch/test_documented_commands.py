@@ -27,7 +27,13 @@ ALL = [command for name in NAMES for command in commands((ROOT / "docs" / name).
 
 TWO_STEPS = {
     "portable_fsdp.launch": [*SMALL_LLAMA, "train.stop_at=2", "--device=cpu"],
-    "examples/own_loop.py": [*SMALL_LLAMA, "train.steps=2", "train.log_every=1", "optim.warmup_steps=1"],
+    "examples/own_loop.py": [
+        *SMALL_LLAMA,
+        "train.steps=2",
+        "train.log_every=1",
+        "optim.warmup_steps=1",
+        "compile.enabled=false",
+    ],
     "portable_fsdp.doctor": [],
 }
 """What follows each program, so that it ends soon."""
@@ -50,7 +56,8 @@ def programs() -> Iterator[object]:
 
 def here(words: list[str]) -> list[str]:
     """The same command with the programs of this environment, CPUs for its devices, and two processes."""
-    words = [re.sub(r"^(--nproc_per_node|--num_processes|--num_devices)=\d+$", r"\1=2", word) for word in words]
+    words = [re.sub(r"^(--nproc[_-]per[_-]node|--num_processes|--num_devices)=\d+$", r"\1=2", word) for word in words]
+    words = [re.sub(r"^--nnodes=2:", "--nnodes=1:", word).replace("=node0:29500", "=localhost:0") for word in words]
     if "examples/own_loop.py" in words:
         device = words.index("examples/own_loop.py") + 2
         words[device : device + 2] = ["cpu", "native"]
@@ -61,7 +68,7 @@ def here(words: list[str]) -> list[str]:
         if "--config_file" in words:  # it says 2 copies on 4 devices each, and has an inductor, which CPUs refuse
             sizes = ["--parallelism_config_dp_replicate_size=1", "--parallelism_config_dp_shard_size=2"]
             words[2:2] = ["--num_processes=2", *sizes]
-            words.append("compile.enabled=false")
+            words += ["compile.enabled=false", "compile.backend=auto"]
     if words[0] in ("torchrun", "accelerate"):
         return [str(PROGRAMS / words[0]), *words[1:]]
     tasks = [*FAKE_LAUNCHERS, words[0]] if words[0] in ("srun", "mpirun") else []
