@@ -8,6 +8,7 @@ leaves those tests out by the marker.
 
 import logging
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -35,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     XDG_CACHE_HOME too; no test needs what lies there.)
     """
     if (commit := config.getoption("proofs_of")) is not None:
+        if not re.fullmatch("[0-9a-f]{40}", commit):  # "HEAD" would choose the same ones each time
+            raise pytest.UsageError(f"--proofs-of={commit}: expected a commit's 40 digits. make proofs-of takes HEAD's.")
         config.pluginmanager.register(Rotation(commit))
     if hasattr(config, "workerinput"):  # xdist's; it has inherited the folder
         return
