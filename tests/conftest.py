@@ -37,7 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if (commit := config.getoption("proofs_of")) is not None:
         if not re.fullmatch("[0-9a-f]{40}", commit):  # "HEAD" would choose the same ones each time
-            raise pytest.UsageError(f"--proofs-of={commit}: expected a commit's 40 digits. make proofs-of takes HEAD's.")
+            raise pytest.UsageError(
+                f"--proofs-of={commit}: expected a commit's 40 digits. make proofs-of takes HEAD's."
+            )
         config.pluginmanager.register(Rotation(commit))
     if hasattr(config, "workerinput"):  # xdist's; it has inherited the folder
         return

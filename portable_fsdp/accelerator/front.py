@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -30,7 +30,7 @@ from portable_fsdp.accelerator.rows import PreparedLoader, PreparedStream, Shard
 from portable_fsdp.accelerator.saving import Saving, StateError
 from portable_fsdp.accelerator.start import start_workers
 from portable_fsdp.accelerator.state import close, end_with_a_sentence, fill_states, open_engine, plugin_of
-from portable_fsdp.accelerator.watch import HostReads
+from portable_fsdp.accelerator.watch import HostReads, WholeCopies
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.own_objects import GradientGraphs
 from portable_fsdp.config.schema import Config
@@ -40,18 +40,17 @@ from portable_fsdp.runtime.errors import ConfigError
 class PreparedOptimizer(AcceleratedOptimizer):
     """accelerate's wrapper: a step and zero_grad do something where gradients are complete."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, engine: Backend, keeps: bool, before: Callable[[], None]
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Backend, keeps: bool, work: Callable[[], Any]) -> None:
+        """`keeps`: gradients stay, zeroed. `work`: makes the context of a step."""
         super().__init__(optimizer, device_placement=False)
-        self._engine, self._keeps, self._before = engine, keeps, before
+        self._engine, self._keeps, self._work = engine, keeps, work
         self.steps = 0
 
     def step(self, closure: Any = None) -> None:
         if self.gradient_state.sync_gradients:
-            self._before()
-            self.steps += 1
-            self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+            with self._work():
+                self.steps += 1
+                self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         if self.gradient_state.sync_gradients:
@@ -109,7 +108,7 @@ class Accelerator(accelerate.Accelerator):
             self.state.fsdp_plugin = plugin_of(self._opened)
         self._twins, self._autocast, self._defers = Twins(), autocast and precision == "bf16", False
         self._reads, self._is_whole = HostReads(), False  # is_whole: inside of `step_function`'s
-        self._graphs = GradientGraphs()
+        self._graphs, self._copies = GradientGraphs(), WholeCopies()
         self._pending_log: Callable[[], None] = lambda: None
         self._saving = Saving(self, self.engine, self._opened.config)
         atexit.register(lambda: self._pending_log())  # a script may end without end_training
@@ -152,6 +151,8 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError(f"prepare: this {type(model).__name__} is prepared already: prepare it once.")
         model = prepare_model(model, self._opened.config, self.engine, self._twins)
         self._graphs.watch(model)
+        if any(isinstance(weight, DTensor) for weight in model.parameters()):
+            self._copies.watch(model)
         if self._autocast:
             model.forward = _in_autocast(model.forward, self.engine.device.type)
         self._saving.adopt(model)
@@ -163,7 +164,7 @@ class Accelerator(accelerate.Accelerator):
                 self._optimizers.append(optimizer)
             return optimizer
         prepare_optimizer(optimizer, self.engine, self._twins)
-        prepared = PreparedOptimizer(optimizer, self.engine, self._keeps_gradients, self._reads.end)
+        prepared = PreparedOptimizer(optimizer, self.engine, self._keeps_gradients, self._stepping)
         return _added(prepared, self._optimizers)
 
     def prepare_data_loader(
@@ -218,7 +219,8 @@ class Accelerator(accelerate.Accelerator):
         if self.gradient_accumulation_steps > 1:
             loss = loss / self.gradient_accumulation_steps
         with ExitStack() as contexts:
-            held = self._graphs.end()
+            contexts.enter_context(self._copies.paused())
+            held = contexts.enter_context(self._graphs.backward())
             contexts.enter_context(self.engine.accumulate(not self._defers))
             for model in held:
                 contexts.enter_context(self.engine.second_derivatives(model))
@@ -262,6 +264,10 @@ class Accelerator(accelerate.Accelerator):
                 self._is_whole = False
 
         return run
+
+    def _stepping(self) -> AbstractContextManager[None]:
+        self._reads.end()
+        return self._copies.paused()
 
     def _end_step(self) -> None:
         self._reads.end()

@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.nested import floats_in
@@ -13,7 +14,7 @@ from portable_fsdp.backends.state import parameter_slots, put_parameter
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import Region
 from portable_fsdp.models.weights import DTYPES
-from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.errors import BackendError, ConfigError
 from portable_fsdp.train.build import shard_model, shard_policy
 
 
@@ -41,13 +42,22 @@ def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, en
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise ConfigError(f"prepare: {name} is compiled.\n  Leave torch.compile out: compile={{'enabled': True}}.")
-    if engine.device.type == "xla" and getattr(model, "is_gradient_checkpointing", False):
-        raise ConfigError(
-            f"prepare: {name} recomputes by torch's checkpointing, which XLA would undo.\n  Leave "
-            "gradient_checkpointing_enable() out: Accelerator(memory={'gradient_checkpointing': 'full'})."
-        )
+    if engine.device.type == "xla" and hasattr(model, "gradient_checkpointing_enable"):
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise ConfigError(
+                f"{name} would recompute by torch's checkpointing, which XLA undoes.\n  Leave "
+                "gradient_checkpointing_enable() out: Accelerator(memory={'gradient_checkpointing': 'full'})."
+            )
+
+        if getattr(model, "is_gradient_checkpointing", False):
+            refuse()
+        cast(Any, model).gradient_checkpointing_enable = refuse
     if getattr(model, "hf_device_map", None) and len({*cast(Any, model).hf_device_map.values()}) > 1:
         raise ConfigError(f"prepare: {name} lies on several devices (device_map).\n  Load it without device_map.")
+    for module in model.modules() if engine.device.type == "xla" else ():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_pre_hook(_narrow)
     _initialise(model)
     olds, values = dict[str, nn.Parameter](), dict[str, Tensor]()
     for fqn, slots in parameter_slots(model).items():
@@ -72,10 +82,17 @@ def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, en
         return values[fqn][slices].clone()
 
     engine.shard_model(model, shard_policy(config, model), fill)
+    if isinstance(model, FSDPModule) and hasattr(model, "peft_config"):  # its generate runs the inner model alone
+        register_fsdp_forward_method(model, "generate")
     for fqn, weight in model.named_parameters():
         twins.add(olds[fqn], weight)
         olds[fqn].data = torch.empty(0, dtype=weight.dtype)  # frees its memory: the script may hold the object
     return model
+
+
+def _narrow(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """XLA ends the process at the gradient of an embedding by int64 `[rows]`, if the devices don't divide the rows."""
+    return (args[0].int(), *args[1:]) if args and args[0].dim() == 1 else args
 
 
 def _initialise(model: nn.Module) -> None:
@@ -102,4 +119,9 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, engine: Backend, twins: 
     for parameter in [*optimizer.state]:  # made early, by torch's Adagrad
         (twin,) = twins.of([parameter])
         optimizer.state[twin] = optimizer.state.pop(parameter)
-    engine.shard_optimizer(optimizer)
+    try:
+        engine.shard_optimizer(optimizer)
+    except BackendError as error:
+        raise BackendError(
+            str(error).replace("shard_optimizer", "prepare").replace("Shard the", "Prepare the")
+        ) from None

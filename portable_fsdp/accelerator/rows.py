@@ -187,9 +187,9 @@ class PreparedLoader(DataLoaderShard):
             self._origin.iteration = self.iteration
 
     def _warn_of_parts(self) -> None:
-        """XLA aborts the process, without an error, for some operations (an embedding of one index a row)."""
+        """XLA aborts the process for `weight[ids]` and one_hot, without an error; `prepare_model` mends nn.Embedding."""
         if self.rows and self.rows.total % self._engine.row_shards and self._engine.device.type == "xla":
-            text = "a batch of %d rows on %d devices: XLA ends some models that look up one index a row; use drop_last"
+            text = "a batch of %d rows on %d devices: XLA ends models that look up one index a row without nn.Embedding"
             if not self._has_warned:
                 log.warning(text, self.rows.total, self._engine.row_shards)
             self._has_warned = True

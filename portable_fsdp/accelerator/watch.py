@@ -1,11 +1,17 @@
-"""Reads of a device's values in the middle of a step, which on XLA cut its program in two."""
+"""What a script's own operations do between the engine's: reads of a device's values in the middle of a step, which on
+XLA cut its program in two, and an average of weights that was copied before they were sharded."""
 
 import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode, _get_current_function_mode  # pyright: ignore[reportPrivateUsage]
+from torch.utils._pytree import tree_leaves, tree_map
 
 from portable_fsdp.accelerator.state import log
 
@@ -14,27 +20,50 @@ _STEP = 3
 """The number of the point that is watched: after the begin of an epoch, and the first batch, whose step compiles."""
 
 
-class HostReads(TorchFunctionMode):
+class _Watch(TorchFunctionMode):
+    """A mode that begins and ends at any point of a script, also inside a mode of the script's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_entered = self._is_on = False
+
+    def _begin(self) -> None:
+        self._is_on = True
+        if not self._is_entered:
+            self._is_entered = True
+            self.__enter__()
+
+    def _end(self) -> None:
+        self._is_on = False
+        if self._is_entered and _get_current_function_mode() is self:  # else the script's would be taken off
+            self._is_entered = False
+            self.__exit__(None, None, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._run(func, args, kwargs or {}) if self._is_on else func(*args, **(kwargs or {}))
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class HostReads(_Watch):
     """In the second step, finds the first read before the optimizer's step, and says it once with file and line."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._step, self._watches, self._has_said = 0, False, False
+        self._step, self._has_said = 0, False
 
     def begin_step(self) -> None:
         """The batch of the next step is there."""
         self._step += 1
         if self._step == _STEP:
-            self._watches = True
-            self.__enter__()
+            self._begin()
 
     def end(self) -> None:
         """An optimizer steps, or the step ends: what is read from now on cuts nothing."""
-        if self._watches:
-            self._watches = False
-            self.__exit__(None, None, None)
+        self._end()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._has_said and func in _READS and isinstance(args[0], Tensor) and args[0].device.type == "xla":
             self._has_said = True
             log.warning(
@@ -42,7 +71,76 @@ class HostReads(TorchFunctionMode):
                 "it again for the backward. Read it after the step, or let accelerator.log read it",
                 _line_of_script(sys._getframe(1)),  # pyright: ignore[reportPrivateUsage]
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_KINDS = ("add", "sub", "mul", "lerp", "copy")
+_IN_PLACE = {name for kind in _KINDS for name in (f"{kind}_", f"__i{kind}__", f"_foreach_{kind}_")}
+_ELEMENTWISE = _IN_PLACE | {
+    *("rsub", *_KINDS, *(f"__{kind}__" for kind in _KINDS), *(f"__r{kind}__" for kind in _KINDS)),
+    *(f"_foreach_{kind}" for kind in _KINDS),
+}
+"""Names of torch's functions by which averages of weights are computed, copied and put back."""
+
+
+class WholeCopies(_Watch):
+    """Lets whole copies of weights, made before `prepare`, be averaged with the sharded ones, without gradients.
+
+    Each process has such a copy, as an EMA class makes it (`shadow_params`). It stays whole: the weights are gathered
+    for it, one operation at a time. *collective* For any other operation of both, torch raises its error.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depth, self._is_used = 0, False  # depth: of the engine's work
+
+    def watch(self, model: nn.Module) -> None:
+        """Begin, except while this model runs."""
+        self._is_used = True
+        model.register_forward_pre_hook(self._pause, prepend=True)
+        model.register_forward_hook(self._resume, always_call=True)
+        self._begin()
+
+    def _pause(self, *_: Any) -> None:
+        self._depth += 1
+        self._end()
+
+    def _resume(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._is_used:
+            self._begin()
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Context of other work of the engine."""
+        self._pause()
+        try:
+            yield
+        finally:
+            self._resume()
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(func, "__name__", "") not in _ELEMENTWISE or not args:
+            return func(*args, **kwargs)
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor) and value.dim()]
+        has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if has_gradient or len({isinstance(tensor, DTensor) for tensor in tensors}) < 2:
+            return func(*args, **kwargs)
+        first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+        if isinstance(first, DTensor) and func.__name__ in _IN_PLACE:
+            whole = (Replicate(),) * first.device_mesh.ndim
+
+            def split(value: Any) -> Any:
+                if isinstance(value, DTensor) or not isinstance(value, Tensor) or not value.dim():
+                    return value
+                return DTensor.from_local(value, first.device_mesh, whole, run_check=False)
+
+            return func(args[0], *tree_map(split, args[1:]), **tree_map(split, kwargs))
+
+        def whole_of(value: Any) -> Any:
+            return value.full_tensor() if isinstance(value, DTensor) else value
+
+        return func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
 
 
 def _line_of_script(frame: FrameType) -> str:

@@ -5,12 +5,14 @@ import copy
 import logging
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -44,7 +46,7 @@ def require_sums(summed: Container[Tensor], peers: object, optimizer: torch.opti
         if weight.grad is not None and weight not in summed and not isinstance(weight, DTensor):
             raise BackendError(
                 f"step: the gradient of a weight of shape {list(weight.shape)} isn't summed over the devices.\n"
-                "  Run each backward inside `with engine.accumulate(True):`."
+                "  Run each backward inside `with engine.accumulate(True):`, or by accelerator.backward."
             )
 
 
@@ -223,12 +225,18 @@ class GradientGraphs:
 
     def __init__(self) -> None:
         self._kept: dict[nn.Module, list[tuple[Any, dict[str, Any]]]] = {}
+        self._is_inside = False  # of `backward`
 
     def watch(self, model: nn.Module) -> None:
         """FSDP2 runs a hook of each unit before its backward, where autograd records only with `create_graph`."""
         states = [cast(Any, unit)._get_fsdp_state() for unit in model.modules() if isinstance(unit, FSDPModule)]
 
         def note(hook: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
+            if not self._is_inside and any(map(_accumulates, states)):
+                raise BackendError(
+                    f"backward: {type(model).__name__} is sharded, and gradients of a loss's own backward would be "
+                    "sums, not means.\n  Write accelerator.backward(loss) in place of loss.backward()."
+                )
             if torch.is_grad_enabled() and model not in self._kept:
                 kept = {"post_forward_mesh_info": None, "reshard_after_backward": False, "reduce_grads": False}
                 groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
@@ -240,11 +248,24 @@ class GradientGraphs:
         for state in states:
             state._pre_backward = partial(note, state._pre_backward)
 
-    def end(self) -> list[nn.Module]:
-        """Return these models, whose units now behave as before: the backward needs `Backend.second_derivatives`."""
+    @contextmanager
+    def backward(self) -> Generator[list[nn.Module]]:
+        """Context of a backward, with these models, whose units behave as before: it needs `second_derivatives`."""
         models = [*self._kept]
         for settings in self._kept.values():
             for group, values in settings:
                 vars(group).update(values)
         self._kept.clear()
-        return models
+        self._is_inside = True
+        try:
+            yield models
+        finally:
+            self._is_inside = False
+
+
+def _accumulates(state: Any) -> bool:
+    """Whether the running backward adds to the gradients of a unit: `autograd.grad` doesn't."""
+    weights = state._fsdp_param_group.fsdp_params if state._fsdp_param_group is not None else ()
+    leaves = (getattr(weight, "_unsharded_param", None) for weight in weights)
+    will_run = cast(Any, torch)._C._will_engine_execute_node
+    return any(will_run(get_gradient_edge(leaf).node) for leaf in leaves if leaf is not None and leaf.requires_grad)

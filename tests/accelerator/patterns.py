@@ -127,9 +127,10 @@ def trained(
     data: Callable[[], Any] = rows,
     after_prepare: bool = False,
     zero_first: bool = False,
+    net: Callable[[], Any] = Net,
 ) -> Steps:
     """One model, one optimizer."""
-    model = Net()
+    model = net()
     if after_prepare:
         model = acc.prepare(model)
     optimizer = make(model)
@@ -245,6 +246,53 @@ def average(acc: Any) -> Steps:
             yield means(acc, loss=losses, averaged=each_row(averaged, x, y))
 
 
+class ShadowParams:
+    """An EMA of weights as diffusion scripts have it: `foreach` or one by one; it copies tensors, not a model."""
+
+    def __init__(self, weights: Any) -> None:
+        self.shadow_params: list[Tensor] = [weight.clone().detach() for weight in weights]
+
+    def to(self, device: torch.device) -> None:
+        self.shadow_params = [weight.to(device) for weight in self.shadow_params]
+
+    def step(self, weights: list[Tensor], foreach: bool) -> None:
+        with torch.no_grad():
+            if foreach:
+                moved = cast(Any, torch)._foreach_sub(self.shadow_params, weights)
+                cast(Any, torch)._foreach_sub_(self.shadow_params, moved, alpha=0.1)
+                return
+            for shadow, weight in zip(self.shadow_params, weights, strict=True):
+                shadow.sub_(0.1 * (shadow - weight))
+
+    def copy_to(self, weights: list[Tensor]) -> None:
+        for shadow, weight in zip(self.shadow_params, weights, strict=True):
+            weight.data.copy_(shadow.to(weight.device).data)
+
+
+def shadow_params(acc: Any) -> Steps:
+    """The shadow is made before the model is prepared, and put in for an evaluation."""
+    model = Net()
+    shadow, optimizer = ShadowParams(model.parameters()), adamw(model)
+    model, optimizer, loader = acc.prepare(model, optimizer, rows())
+    shadow.to(acc.device)
+    averaged = torch.zeros(())
+    for number, (x, y) in enumerate(forever(loader)):
+        losses = each_row(model, x, y)
+        acc.backward(losses.mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = [*model.parameters()]
+        shadow.step(weights, foreach=number == 0)
+        if number == 0:
+            kept = [weight.detach().clone() for weight in weights]
+            shadow.copy_to(weights)
+            with torch.no_grad():
+                averaged = each_row(model, x, y)
+            for weight, value in zip(weights, kept, strict=True):
+                weight.data.copy_(value.data)
+        yield means(acc, loss=losses, averaged=averaged)
+
+
 def two_losses(acc: Any) -> Steps:
     """Two backwards of one forward."""
     model = Net()
@@ -335,6 +383,17 @@ class Words(Dataset[Any]):
         return words, words[0, :3].argmax()
 
 
+class Looks(nn.Module):
+    """Looks up one index a row, of int64 `[rows]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.table = Net(), nn.Embedding(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.table((x[:, 6] > 0).long() + 2 * (x[:, 7] > 0).long())
+
+
 def words() -> DataLoader[Any]:
     return DataLoader(Words(), batch_sampler=BatchSampler(SequentialSampler(range(480)), 24, drop_last=True))
 
@@ -381,11 +440,12 @@ def _scheduled(schedule: Callable[[Any], Any], make: Callable[[nn.Module], Optim
 PATTERNS: dict[str, Pattern] = {
     "classifier": classifier,
     # 77 rows, 12 a batch: the epoch ends with 5, and with half a step.
-    "uneven": lambda acc: trained(acc, schedule=one_cycle, data=lambda: rows(77, 12, drop_last=False)),
+    "uneven": lambda acc: trained(acc, schedule=one_cycle, data=lambda: rows(77, 12, drop_last=False), net=Looks),
     "counted": counted,
     "gan": gan,
     "teacher": teacher,
     "average": average,
+    "shadow params": shadow_params,
     "lambda": _scheduled(lambda o: lr_scheduler.LambdaLR(o, lambda k: min(1, (k + 1) / 8))),
     "one cycle": _scheduled(one_cycle),
     "plateau": _scheduled(lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.1)),

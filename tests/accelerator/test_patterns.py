@@ -3,8 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
+from own_loops import Net
 from patterns import MORE_PROGRAMS, PATTERNS, accelerated_run, accelerator, plain_run
 from workers import GetWorkers, Group, marked
+
+from portable_fsdp.runtime.errors import BackendError
 
 SUITE = (Group("gloo", 2), Group("xla", 4))
 PROOFS = (Group("gloo", 1), Group("gloo", 3), Group("xla", 1))
@@ -19,6 +23,29 @@ def test_the_losses_are_those_of_plain_torch(name: str, group: Group, workers: G
         for step, (actual, plain) in enumerate(zip(steps, expected, strict=True)):
             assert actual == pytest.approx(plain, rel=1e-5), f"step {step}"
         assert late == MORE_PROGRAMS.get(name, 0) * group.engine.compiles
+
+
+def plain_backward() -> str:
+    """A gradient of an input is nobody's sum; a whole backward would be."""
+    acc = accelerator()
+    try:
+        model = acc.prepare(Net())
+        x = torch.ones(2, 8, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).sum(), x)
+        assert slope.shape == x.shape
+        try:
+            model(x).sum().backward()
+        except BackendError as error:
+            return str(error)
+        return ""
+    finally:
+        acc.end_training()
+
+
+def test_a_backward_of_the_loss_itself_is_refused_on_several_processes(workers: GetWorkers) -> None:
+    for sentence in workers(Group("gloo", 2)).run(plain_backward):
+        assert sentence.startswith("backward: Net is sharded")
+        assert "accelerator.backward(loss)" in sentence
 
 
 def shares() -> list[list[int]]:
