@@ -187,7 +187,7 @@ class PreparedLoader(DataLoaderShard):
             self._origin.iteration = self.iteration
 
     def _warn_of_parts(self) -> None:
-        """XLA aborts the process for `weight[ids]` and one_hot, without an error; `prepare_model` mends nn.Embedding."""
+        """XLA aborts the process for `weight[ids]` and one_hot without an error; `prepare_model` mends nn.Embedding."""
         if self.rows and self.rows.total % self._engine.row_shards and self._engine.device.type == "xla":
             text = "a batch of %d rows on %d devices: XLA ends models that look up one index a row without nn.Embedding"
             if not self._has_warned:
