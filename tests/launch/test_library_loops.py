@@ -14,6 +14,7 @@ import pytest
 import torch
 from cli import FAKE_LAUNCHERS, ROOT, TINY, TORCHRUN, finish, two_tasks
 from documented import blocks, commands
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -100,6 +101,49 @@ def test_the_ported_loop_learns_on_several_devices_and_its_checkpoint_opens(
     run = finish([*start, ROOT / "examples/ported_loop.py"], tmp_path, PORTABLE_FSDP=variable)
     assert printed("accuracy", run.out)[-1] > 0.95
     assert resolve(tmp_path / "runs/accelerate_loop").name == "step-00000126"  # 84 batches an epoch, two of them a step
+
+
+PLACES = {
+    "native x 2": ([*TORCHRUN[:-2]], "device=cpu"),
+    "xla x 4": ([PYTHON], "device=cpu backend=xla num_devices=4"),
+    "native": ([PYTHON], "device=cpu backend=native num_devices=1"),
+}
+FILES = {"ema": "ema/model.safetensors", "gan": "gan/step-00000030", "lora": "lora/adapter_model.safetensors"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        pytest.param(
+            name, place, marks=[pytest.mark.proof] * ((name, place) not in (("ema", "native x 2"), ("lora", "xla x 4")))
+        )
+        for name in FILES
+        for place in PLACES
+    ],
+)
+def test_a_script_of_accelerate_has_its_losses_by_one_changed_line(name: str, place: str, tmp_path: Path) -> None:
+    script, (start, variable) = ROOT / f"examples/accelerator_{name}.py", PLACES[place]
+    text, changed = script.read_text(), "from portable_fsdp import Accelerator\n"
+    assert text.count("portable_fsdp") == text.count(changed) == 1
+    assert text.count("\n") <= 40
+    (theirs := tmp_path / "theirs.py").write_text(text.replace(changed, "from accelerate import Accelerator\n"))
+    variables = {"USE_TORCH_XLA": "0", "ACCELERATE_USE_CPU": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
+    expected = printed("loss", finish([PYTHON, theirs], tmp_path, **variables).out)
+    assert len(expected) == 3
+    (folder := tmp_path / "ours").mkdir()
+    run = finish([*start, script], folder, PORTABLE_FSDP=variable)
+    assert printed("loss", run.out) == pytest.approx(expected, rel=1e-5)
+    if name == "gan":
+        assert (folder / "runs" / FILES[name]).is_dir()
+        return
+    with (
+        safe_open(folder / "runs" / FILES[name], "pt") as own,
+        safe_open(tmp_path / "runs" / FILES[name], "pt") as saved,
+    ):
+        assert {*own.keys()} == {*saved.keys()}
+        for key in {*saved.keys()}:
+            torch.testing.assert_close(own.get_tensor(key), saved.get_tensor(key), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
