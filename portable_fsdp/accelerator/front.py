@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -33,6 +33,7 @@ from portable_fsdp.accelerator.state import close, end_with_a_sentence, fill_sta
 from portable_fsdp.accelerator.watch import HostReads, WholeCopies
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.own_objects import GradientGraphs
+from portable_fsdp.checkpoint.named import has_layouts_of_its_own
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -40,21 +41,31 @@ from portable_fsdp.runtime.errors import ConfigError
 class PreparedOptimizer(AcceleratedOptimizer):
     """accelerate's wrapper: a step and zero_grad do something where gradients are complete."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: Backend, keeps: bool, work: Callable[[], Any]) -> None:
-        """`keeps`: gradients stay, zeroed. `work`: makes the context of a step."""
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Backend,
+        keeps: bool,
+        before: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
+        """`keeps`: gradients stay, zeroed. `before` and `after` run around what the engine does."""
         super().__init__(optimizer, device_placement=False)
-        self._engine, self._keeps, self._work = engine, keeps, work
+        self._engine, self._keeps, self._before, self._after = engine, keeps, before, after
         self.steps = 0
 
     def step(self, closure: Any = None) -> None:
         if self.gradient_state.sync_gradients:
-            with self._work():
-                self.steps += 1
-                self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+            self._before()
+            self.steps += 1
+            self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+            self._after()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         if self.gradient_state.sync_gradients:
+            self._before()
             self._engine.zero_gradients(self.optimizer, keep=self._keeps or set_to_none is False)
+            self._after()
 
 
 class Accelerator(accelerate.Accelerator):
@@ -108,9 +119,10 @@ class Accelerator(accelerate.Accelerator):
             self.state.fsdp_plugin = plugin_of(self._opened)
         self._twins, self._autocast, self._defers = Twins(), autocast and precision == "bf16", False
         self._reads, self._is_whole = HostReads(), False  # is_whole: inside of `step_function`'s
-        self._graphs, self._copies = GradientGraphs(), WholeCopies()
+        self._graphs = GradientGraphs()
         self._pending_log: Callable[[], None] = lambda: None
         self._saving = Saving(self, self.engine, self._opened.config)
+        self._copies = WholeCopies(self._saving.put)
         atexit.register(lambda: self._pending_log())  # a script may end without end_training
 
     # -------------------------------------------------------------------------------------------------- what it is
@@ -151,7 +163,7 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError(f"prepare: this {type(model).__name__} is prepared already: prepare it once.")
         model = prepare_model(model, self._opened.config, self.engine, self._twins)
         self._graphs.watch(model)
-        if any(isinstance(weight, DTensor) for weight in model.parameters()):
+        if not has_layouts_of_its_own(self.engine):
             self._copies.watch(model)
         if self._autocast:
             model.forward = _in_autocast(model.forward, self.engine.device.type)
@@ -164,7 +176,8 @@ class Accelerator(accelerate.Accelerator):
                 self._optimizers.append(optimizer)
             return optimizer
         prepare_optimizer(optimizer, self.engine, self._twins)
-        prepared = PreparedOptimizer(optimizer, self.engine, self._keeps_gradients, self._stepping)
+        around = self._begin_work, self._copies.begin
+        prepared = PreparedOptimizer(optimizer, self.engine, self._keeps_gradients, *around)
         return _added(prepared, self._optimizers)
 
     def prepare_data_loader(
@@ -182,7 +195,8 @@ class Accelerator(accelerate.Accelerator):
         order = self.use_seedable_sampler, self.dataloader_config.data_seed
         splits = self.split_batches or count == 1  # one device completes no batch, as there
         shards = Shards(own, count, splits, self.even_batches, *order)
-        return _added(PreparedLoader(data_loader, self.engine, shards, self._next_batch), self._dataloaders)
+        around = self._begin_work, self._next_batch
+        return _added(PreparedLoader(data_loader, self.engine, shards, *around), self._dataloaders)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         prepared = super().prepare_scheduler(scheduler)
@@ -213,13 +227,13 @@ class Accelerator(accelerate.Accelerator):
     def backward(self, loss: Tensor, count: Tensor | float | None = None, **kwargs: Any) -> None:
         """Add the gradients of `loss`: the mean over this process's rows, or over its `count` items where a mask
         leaves some out. Uneven batches weigh by their rows. *collective* with `count`"""
+        self._copies.end()
         share = self._share(count)
         if isinstance(share, Tensor) or share != 1.0:
             loss = loss * share
         if self.gradient_accumulation_steps > 1:
             loss = loss / self.gradient_accumulation_steps
         with ExitStack() as contexts:
-            contexts.enter_context(self._copies.paused())
             held = contexts.enter_context(self._graphs.backward())
             contexts.enter_context(self.engine.accumulate(not self._defers))
             for model in held:
@@ -265,9 +279,10 @@ class Accelerator(accelerate.Accelerator):
 
         return run
 
-    def _stepping(self) -> AbstractContextManager[None]:
+    def _begin_work(self) -> None:
+        """The engine works: the script's own operations are over."""
         self._reads.end()
-        return self._copies.paused()
+        self._copies.end()
 
     def _end_step(self) -> None:
         self._reads.end()
@@ -313,6 +328,7 @@ class Accelerator(accelerate.Accelerator):
 
     def wait_for_everyone(self) -> None:
         self._end_step()
+        self._copies.begin()
         self._saving.turns.meet()
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
@@ -345,6 +361,7 @@ class Accelerator(accelerate.Accelerator):
     def _next_batch(self) -> None:
         """Before each batch of a prepared loader, and after the last: other processes join what process 0 does."""
         self._end_step()
+        self._copies.end()
         self._saving.turns.point("its next batch")
         if self.engine.device.type == "xla":
             self._reads.begin_step()

@@ -86,7 +86,9 @@ def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, en
         register_fsdp_forward_method(model, "generate")
     for fqn, weight in model.named_parameters():
         twins.add(olds[fqn], weight)
-        olds[fqn].data = torch.empty(0, dtype=weight.dtype, device=olds[fqn].device)  # frees its memory: the script may hold the object
+        olds[fqn].data = torch.empty(
+            0, dtype=weight.dtype, device=olds[fqn].device
+        )  # frees its memory: the script may hold the object
     return model
 
 

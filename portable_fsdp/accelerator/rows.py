@@ -126,9 +126,17 @@ class PreparedStream(DataLoaderDispatcher):
 class PreparedLoader(DataLoaderShard):
     """A prepared loader: accelerate's own, whose batches end the step before them and are placed on the devices."""
 
-    def __init__(self, loader: DataLoader[Any], engine: Backend, shards: Shards, end_step: Callable[[], None]) -> None:
-        """`loader`: the script's. `end_step` runs before each batch and after the last one."""
-        self._engine, self._shards, self._end_step = engine, shards, end_step
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        engine: Backend,
+        shards: Shards,
+        before_read: Callable[[], None],
+        end_step: Callable[[], None],
+    ) -> None:
+        """`loader`: the script's. `before_read` runs before rows are read, `end_step` before each batch and after the
+        last one."""
+        self._engine, self._shards, self._before_read, self._end_step = engine, shards, before_read, end_step
         self._sizes: deque[Sizes] = deque()
         self._has_warned = False
         self.rows: Sizes | None = None  # of the running batch
@@ -155,7 +163,7 @@ class PreparedLoader(DataLoaderShard):
 
     def skipping(self, steps: int) -> "PreparedLoader":
         """A copy that begins after the first `steps` batches."""
-        copy = PreparedLoader(self._of_script, self._engine, self._shards, self._end_step)
+        copy = PreparedLoader(self._of_script, self._engine, self._shards, self._before_read, self._end_step)
         copy.iteration, copy.position, copy._origin = self.iteration, self.position, self._origin or self
         if self._is_stream:
             copy.skip_batches = steps
@@ -180,6 +188,7 @@ class PreparedLoader(DataLoaderShard):
                 first = batch
             self.position.note_batch()
             yield self.place(batch)
+            self._before_read()
         self._end_step()
         self.rows = None
         self.position.finish()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from portable_fsdp.accelerator.rows import PreparedLoader
@@ -47,7 +48,9 @@ class Saving:
         self._accelerator, self._engine, self._config = accelerator, engine, config
         self._models: list[nn.Module] = []  # all that were prepared: their numbers name them to other processes
         self.turns = turns_of(engine, config.run.peer_timeout_s)
-        actions = {"state_dict": self._state_dict, "save_state": self._save, "load_state": self._load}
+        self._value = torch.empty(0)  # that process 0 puts into a weight
+        actions = {"state_dict": self._state_dict, "put": self._put}
+        actions |= {"save_state": self._save, "load_state": self._load}
         self._number = self.turns.register(actions)
 
     # ------------------------------------------------------------------------------------------------------ models
@@ -92,6 +95,26 @@ class Saving:
             if isinstance(value, Tensor):
                 state[name] = copies[value]
         return state
+
+    def put(self, weight: DTensor, value: Tensor) -> None:
+        """Overwrite a weight by process 0's whole value. All processes call it, or process 0 alone."""
+        number, name, self._value = 0, "", value
+        if self._engine.process.index == 0:  # it has the first rows of each weight; `weight` may be its `.data`
+            part = weight.to_local().data_ptr()
+            number, name = next(
+                (number, name)
+                for number, model in enumerate(self._models)
+                for name, own in model.named_parameters()
+                if isinstance(own, DTensor) and own.to_local().data_ptr() == part
+            )
+        self.turns.act(self._number, "put", number, name, by_name=True)
+
+    def _put(self, is_own: bool, number: int, name: str) -> None:
+        weight = cast(DTensor, self._models[number].get_parameter(name))
+        value = self._value.detach() if self._engine.process.index == 0 else torch.empty(weight.shape)
+        value = value.to(weight.device, weight.dtype)
+        with torch.no_grad():
+            weight.copy_(distribute_tensor(value, weight.device_mesh, weight.placements))
 
     def _load_state_dict(
         self, model: nn.Module, module: nn.Module, plain: Any, state_dict: Mapping[str, Any], strict: bool = True,

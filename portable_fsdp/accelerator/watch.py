@@ -2,14 +2,13 @@
 XLA cut its program in two, and an average of weights that was copied before they were sharded."""
 
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -74,73 +73,60 @@ class HostReads(_Watch):
         return func(*args, **kwargs)
 
 
-_KINDS = ("add", "sub", "mul", "lerp", "copy")
-_IN_PLACE = {name for kind in _KINDS for name in (f"{kind}_", f"__i{kind}__", f"_foreach_{kind}_")}
-_ELEMENTWISE = _IN_PLACE | {
+_KINDS = ("add", "sub", "mul", "lerp")
+_PUTS = {"copy_", "_foreach_copy_"}
+_ELEMENTWISE = _PUTS | {
     *("rsub", *_KINDS, *(f"__{kind}__" for kind in _KINDS), *(f"__r{kind}__" for kind in _KINDS)),
-    *(f"_foreach_{kind}" for kind in _KINDS),
+    *(name for kind in _KINDS for name in (f"{kind}_", f"__i{kind}__", f"_foreach_{kind}", f"_foreach_{kind}_")),
 }
-"""Names of torch's functions by which averages of weights are computed, copied and put back."""
+"""Names of torch's functions by which averages of weights are computed and put in."""
 
 
 class WholeCopies(_Watch):
     """Lets whole copies of weights, made before `prepare`, be averaged with the sharded ones, without gradients.
 
-    Each process has such a copy, as an EMA class makes it (`shadow_params`). It stays whole: the weights are gathered
-    for it, one operation at a time. *collective* For any other operation of both, torch raises its error.
+    Each process has such a copy, as an EMA class makes it (`shadow_params`). It stays whole: weights are gathered for
+    it, one operation at a time. *collective* `put(weight, whole)` overwrites a weight. It is on from an optimizer's
+    step to the next batch, forward or backward, and where scripts save: it slows each of torch's functions. For other
+    operations of both, torch raises its error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, put: Callable[[DTensor, Tensor], None]) -> None:
         super().__init__()
-        self._depth, self._is_used = 0, False  # depth: of the engine's work
+        self._put, self._is_used = put, False
 
     def watch(self, model: nn.Module) -> None:
-        """Begin, except while this model runs."""
-        self._is_used = True
-        model.register_forward_pre_hook(self._pause, prepend=True)
-        model.register_forward_hook(self._resume, always_call=True)
-        self._begin()
-
-    def _pause(self, *_: Any) -> None:
-        self._depth += 1
-        self._end()
-
-    def _resume(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self._is_used:
+        """Begin to work, if this model is sharded."""
+        if any(isinstance(weight, DTensor) for weight in model.parameters()):
+            self._is_used = True
+            model.register_forward_pre_hook(self.end, prepend=True)
             self._begin()
 
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Context of other work of the engine."""
-        self._pause()
-        try:
-            yield
-        finally:
-            self._resume()
+    def begin(self) -> None:
+        if self._is_used:
+            self._begin()
+
+    def end(self, *_: Any) -> None:
+        self._end()
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if getattr(func, "__name__", "") not in _ELEMENTWISE or not args:
+        name = getattr(func, "__name__", "")
+        if name not in _ELEMENTWISE or not args:
             return func(*args, **kwargs)
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor) and value.dim()]
         has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if has_gradient or len({isinstance(tensor, DTensor) for tensor in tensors}) < 2:
             return func(*args, **kwargs)
-        first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-        if isinstance(first, DTensor) and func.__name__ in _IN_PLACE:
-            whole = (Replicate(),) * first.device_mesh.ndim
+        targets, *others = (value if isinstance(value, (list, tuple)) else [value] for value in args)
+        if name in _PUTS and isinstance(targets[0], DTensor):
+            for target, value in zip(targets, others[0], strict=True):
+                self._put(target, value)
+            return args[0]
 
-            def split(value: Any) -> Any:
-                if isinstance(value, DTensor) or not isinstance(value, Tensor) or not value.dim():
-                    return value
-                return DTensor.from_local(value, first.device_mesh, whole, run_check=False)
-
-            return func(args[0], *tree_map(split, args[1:]), **tree_map(split, kwargs))
-
-        def whole_of(value: Any) -> Any:
+        def whole(value: Any) -> Any:
             return value.full_tensor() if isinstance(value, DTensor) else value
 
-        return func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
+        return func(*tree_map(whole, args), **tree_map(whole, kwargs))
 
 
 def _line_of_script(frame: FrameType) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from own_loops import Net
-from patterns import MORE_PROGRAMS, PATTERNS, accelerated_run, accelerator, plain_run
+from patterns import MORE_PROGRAMS, PATTERNS, ShadowParams, accelerated_run, accelerator, plain_run
 from workers import GetWorkers, Group, marked
 
 from portable_fsdp.runtime.errors import BackendError
@@ -46,6 +46,29 @@ def test_a_backward_of_the_loss_itself_is_refused_on_several_processes(workers: 
     for sentence in workers(Group("gloo", 2)).run(plain_backward):
         assert sentence.startswith("backward: Net is sharded")
         assert "accelerator.backward(loss)" in sentence
+
+
+def averaged_alone() -> bool:
+    """Process 0 puts whole weights in and reads them, as diffusion scripts do at their end."""
+    torch.manual_seed(0)
+    acc = accelerator()
+    try:
+        model = Net()
+        shadow = ShadowParams(weight + 1 for weight in model.parameters())
+        model = acc.prepare(model)
+        acc.wait_for_everyone()
+        if acc.is_main_process:
+            shadow.copy_to([*model.parameters()])
+            saved = acc.unwrap_model(model).state_dict()
+            names = [name for name, _ in model.named_parameters()]
+            return all(torch.equal(saved[name], own) for name, own in zip(names, shadow.shadow_params, strict=True))
+        return True
+    finally:
+        acc.end_training()
+
+
+def test_process_0_alone_puts_an_average_in(workers: GetWorkers) -> None:
+    assert workers(Group("gloo", 2)).run(averaged_alone) == [True, True]
 
 
 def shares() -> list[list[int]]:
