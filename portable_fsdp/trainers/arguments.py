@@ -4,15 +4,16 @@ TrainingArguments comes first: it empties accelerate's shared state, chooses a d
 process group. The engine then chooses the device anew, and forms a group with a backend for host tensors too.
 """
 
+import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShardedDataParallelPlugin
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -38,7 +39,7 @@ def keep_transformers_off_xla() -> None:
     """
     global _had_group
     import transformers
-    from transformers import training_args
+    from transformers import masking_utils, training_args
     from transformers.utils import import_utils
 
     if not Version(VERSIONS[0]) <= Version(transformers.__version__) < Version(VERSIONS[1]):
@@ -51,7 +52,18 @@ def keep_transformers_off_xla() -> None:
     vars(import_utils)["USE_TORCH_XLA"] = "0"
     import_utils.is_torch_xla_available.cache_clear()
     keep_xla_out()
+    if (is_tracing := masking_utils.is_tracing) is not _is_tracing:
+        _tracing.append(is_tracing)
+        vars(masking_utils)["is_tracing"] = _is_tracing
     _had_group = _had_group or (dist.is_initialized() and not is_open())
+
+
+_tracing: list[Callable[..., bool]] = []  # transformers' function
+
+
+def _is_tracing(tensor: Any = None) -> bool:
+    """transformers' question whether a mask's values can be read now, which would cut a step of XLA in two."""
+    return _tracing[0](tensor) or (isinstance(tensor, Tensor) and tensor.device.type == "xla")
 
 
 def accelerator_of(args: Any, model: Any, options: Mapping[str, Any]) -> Accelerator:
@@ -105,6 +117,14 @@ def _fit(args: Any, device: torch.device, is_xla: bool) -> None:
         if args.optim == "adamw_torch_fused":
             log.info("optim: adamw_torch_fused has no kernel on XLA: adamw_torch computes the same")
             args.optim = type(args.optim)("adamw_torch")
+
+
+def storable(args: Any) -> Any:
+    """A copy for `training_args.bin`, without the engine that accelerate's shared state holds."""
+    stored = copy.copy(args)
+    stored.distributed_state = None
+    vars(stored).pop("_setup_devices", None)
+    return stored
 
 
 def _sections(args: Any) -> dict[str, dict[str, Any]]:

@@ -26,7 +26,7 @@ from portable_fsdp.accelerator.front import Accelerator
 from portable_fsdp.accelerator.rows import PreparedLoader, Sizes
 from portable_fsdp.checkpoint import manifests
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
-from portable_fsdp.trainers.arguments import accelerator_of, keep_transformers_off_xla
+from portable_fsdp.trainers.arguments import accelerator_of, keep_transformers_off_xla, storable
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -176,8 +176,12 @@ class PortableTrainer(Base):
         folder = output_dir if output_dir is not None else self.args.output_dir
         is_prepared = any(self.model is each for each in self.accelerator._models)
         state = self.accelerator.get_state_dict(self.model) if is_prepared else None
-        if self.args.should_save:
-            self._save(folder, state_dict=state)
+        if (args := self.args).should_save:
+            self.args = storable(args)
+            try:
+                self._save(folder, state_dict=state)
+            finally:
+                self.args = args
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
