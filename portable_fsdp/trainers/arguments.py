@@ -42,20 +42,26 @@ def keep_transformers_off_xla() -> None:
     from transformers import masking_utils, training_args
     from transformers.utils import import_utils
 
+    of_args, of_imports, of_masks = (_names(module) for module in (training_args, import_utils, masking_utils))
+
     if not Version(VERSIONS[0]) <= Version(transformers.__version__) < Version(VERSIONS[1]):
         raise ConfigError(
             f"on_portable: expected transformers {VERSIONS[0]} or newer, below {VERSIONS[1]}, found "
             f"{transformers.__version__}.\n  pip install 'transformers>={VERSIONS[0]},<{VERSIONS[1]}'"
         )
     if import_utils.is_torch_xla_available():  # TrainingArguments takes bf16 with it, or on some GPUs
-        vars(training_args)["is_torch_bf16_gpu_available"] = lambda: True
-    vars(import_utils)["USE_TORCH_XLA"] = "0"
+        of_args["is_torch_bf16_gpu_available"] = lambda: True
+    of_imports["USE_TORCH_XLA"] = "0"
     import_utils.is_torch_xla_available.cache_clear()
     keep_xla_out()
-    if (is_tracing := masking_utils.is_tracing) is not _is_tracing:
+    if (is_tracing := of_masks["is_tracing"]) is not _is_tracing:
         _tracing.append(is_tracing)
-        vars(masking_utils)["is_tracing"] = _is_tracing
+        of_masks["is_tracing"] = _is_tracing
     _had_group = _had_group or (dist.is_initialized() and not is_open())
+
+
+def _names(module: Any) -> dict[str, Any]:
+    return cast(dict[str, Any], vars(module))
 
 
 _tracing: list[Callable[..., bool]] = []  # transformers' function
@@ -131,7 +137,9 @@ def _sections(args: Any) -> dict[str, dict[str, Any]]:
     """Sections of our config that TrainingArguments sets."""
     sections: dict[str, dict[str, Any]] = {}
     if _recomputes(args):
-        kwargs = dict(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {})
+        kwargs = dict(
+            getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
+        )
         every = int(kwargs.get("every_n_layers", 1))
         word = {"gradient_checkpointing": "full"} if every == 1 else {"gradient_checkpointing": "selective"}
         sections["memory"] = word | ({"every": every} if every > 1 else {})
@@ -196,7 +204,7 @@ def _wrong_on(args: Any, devices: int, is_xla: bool) -> Iterator[str]:
         yield from _by_table("average_tokens_across_devices", args.average_tokens_across_devices)
         yield from _by_table("neftune_noise_alpha", args.neftune_noise_alpha)
         if args.save_on_each_node:
-            yield "save_on_each_node: whole weights are on the first host alone.\n  Save to a folder that all hosts see."
+            yield "save_on_each_node: the first host has the whole weights.\n  Save to a folder that all hosts see."
         if "loss" in args.include_for_metrics:
             yield "include_for_metrics: loss: losses of single rows aren't kept.\n  Take it out of the list."
 
@@ -230,5 +238,3 @@ def _wrapper_of(model: nn.Module) -> str:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return "its weights are DTensors"
     return "its tensor parallelism" if cast(Any, getattr(model, "tp_size", None) or 1) > 1 else ""
-
-

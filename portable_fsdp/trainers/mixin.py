@@ -45,9 +45,10 @@ def subclass_of(trainer: Any, options: Mapping[str, Any]) -> Any:
 
     if not (isinstance(trainer, type) and issubclass(trainer, transformers.Trainer)):
         raise ConfigError(f"on_portable: expected transformers' Trainer or a subclass of it, found {trainer!r}.")
-    if (skip := module.skip_first_batches) is not _skip_first_batches:
+    names = cast(dict[str, Any], vars(module))
+    if (skip := names["skip_first_batches"]) is not _skip_first_batches:
         _skips.append(skip)
-        vars(module)["skip_first_batches"] = _skip_first_batches
+        names["skip_first_batches"] = _skip_first_batches
     return type(trainer.__name__, (PortableTrainer, trainer), {"_options": dict(options), "__doc__": trainer.__doc__})
 
 
@@ -82,7 +83,7 @@ class PortableTrainer(Base):
     @property
     def _devices_of_batch(self) -> int:
         """How many devices share a batch; 1 where the script's own `split_batches` says that it is the global one."""
-        return 1 if self.args.accelerator_config.split_batches else self.accelerator.engine.row_shards
+        return 1 if cast(Any, self.args.accelerator_config).split_batches else self.accelerator.engine.row_shards
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return self._train_batch_size * args.gradient_accumulation_steps * self._devices_of_batch
@@ -166,7 +167,7 @@ class PortableTrainer(Base):
             rows = torch.tensor([float(count) for _, count in self._evaluated], dtype=torch.float64)
             if self.args.logging_nan_inf_filter and (finite := losses.isfinite()).any():
                 losses, rows = losses[finite], rows[finite]
-            output.metrics[name] = float((losses * rows).sum() / rows.sum())
+            cast(dict[str, float], output.metrics)[name] = float((losses * rows).sum() / rows.sum())
         return output
 
     # -------------------------------------------------------------------------------------------------- checkpoints

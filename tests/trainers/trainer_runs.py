@@ -78,7 +78,8 @@ def model_of(case: Case) -> nn.Module:
     torch.manual_seed(0)
     if case.classes:
         return Classifier()
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, max_position_embeddings=32, **sizes))
     if not case.lora:
         return model
@@ -99,8 +100,9 @@ def trainer_of(cls: Callable[[], Any], name: str, folder: Path, devices: int, mo
     case, trainer = CASES[name], cls()
     from transformers import TrainingArguments
 
-    settings = {"max_steps": STEPS, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
-    settings |= {"learning_rate": 1e-2, "warmup_steps": 3, "use_cpu": True, **case.arguments, **more}
+    settings: dict[str, Any] = {"max_steps": STEPS, "logging_steps": 1, "save_strategy": "no"}
+    settings |= {"report_to": [], "disable_tqdm": True, "learning_rate": 1e-2, "warmup_steps": 3, "use_cpu": True}
+    settings |= {**case.arguments, **more}
     args = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=BATCH // devices,
