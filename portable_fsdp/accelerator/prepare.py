@@ -41,7 +41,9 @@ def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, en
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise ConfigError(f"prepare: {name} is compiled.\n  Leave torch.compile out: compile={{'enabled': True}}.")
-    if engine.device.type == "xla" and getattr(model, "is_gradient_checkpointing", False):
+    name_of_flag = "is_activation_checkpointing"  # until transformers 5.23: is_gradient_checkpointing
+    flag = name_of_flag if hasattr(model, name_of_flag) else "is_gradient_checkpointing"
+    if engine.device.type == "xla" and getattr(model, flag, False):
         raise ConfigError(
             f"prepare: {name} recomputes by torch's checkpointing, which XLA would undo.\n  Leave "
             "gradient_checkpointing_enable() out: Accelerator(memory={'gradient_checkpointing': 'full'})."

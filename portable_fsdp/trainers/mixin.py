@@ -10,7 +10,6 @@ divided by `num_items_in_batch` over processes; means are weighed by the rows of
 
 import copy
 import functools
-import inspect
 import os
 import random
 from collections import deque
@@ -59,10 +58,12 @@ class PortableTrainer(Base):
     accelerator: Accelerator
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs)
-        if bound.arguments.get("args") is not None:
-            bound.arguments["args"] = copy.copy(bound.arguments["args"])  # what changes there is of this Trainer
-        super().__init__(*bound.args, **bound.kwargs)
+        from transformers import TrainingArguments
+
+        def own(value: Any) -> Any:  # what changes there is of this Trainer alone
+            return copy.copy(value) if isinstance(value, TrainingArguments) else value
+
+        super().__init__(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
 
     def create_accelerator_and_postprocess(self) -> None:
         self.accelerator = accelerator_of(self.args, self.model, self._options)
@@ -161,8 +162,8 @@ class PortableTrainer(Base):
         """Trainer's; the loss is weighed by the rows of each batch, of which Trainer knows those of one device."""
         self._evaluated = []
         output = super().evaluation_loop(dataloader, *args, **kwargs)
-        name = next((name for name in output.metrics or {} if name.endswith("_loss")), None)
-        if name is not None and self._evaluated:
+        name = f"{kwargs.get('metric_key_prefix', args[3] if len(args) > 3 else 'eval')}_loss"
+        if self._evaluated and name in (output.metrics or {}):
             losses = torch.stack([loss for loss, _ in self._evaluated]).double().cpu()
             rows = torch.tensor([float(count) for _, count in self._evaluated], dtype=torch.float64)
             if self.args.logging_nan_inf_filter and (finite := losses.isfinite()).any():

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,8 +16,8 @@ from workers import GetWorkers, Group, JobFailed, marked
 TWO, XLA = Group("gloo", 2), Group("xla", 4)
 PLACES = [marked(group, in_suite=True) for group in (TWO, XLA)]
 PROOFS = {
-    TWO: ("accumulation", "autocast", "no clipping"),
-    XLA: ("accumulation", "one row in the last batch", "recomputation", "no clipping"),
+    TWO: ("plain", "accumulation", "autocast", "no clipping"),
+    XLA: ("plain", "accumulation", "one row in the last batch", "recomputation", "words of fsdp", "no clipping"),
 }
 RUNS = [
     marked(group, name, in_suite=name not in PROOFS[group])
@@ -32,9 +34,15 @@ def require_equal(actual: dict[str, float], expected: dict[str, float], toleranc
             assert actual[key] == pytest.approx(value, rel=tolerance, abs=1e-12), key
 
 
+@cache
+def plain_curve(name: str) -> dict[str, float]:
+    with TemporaryDirectory() as folder:
+        return plain_run(name, Path(folder), **({"fsdp": None} if "fsdp" in CASES[name].arguments else {}))
+
+
 @pytest.mark.parametrize(("group", "name"), RUNS)
 def test_the_losses_are_those_of_trainer_alone(group: Group, name: str, workers: GetWorkers, tmp_path: Path) -> None:
-    expected = plain_run(name, tmp_path / "plain")
+    expected = plain_curve(name)
     for curve, late in workers(group).run(portable_run, name=name, folder=tmp_path / "ours"):
         require_equal(curve, expected, CASES[name].tolerance)
         assert late == 0 or CASES[name].rows % 8 or CASES[name].evaluates
@@ -70,15 +78,12 @@ def test_the_saved_folder_opens_by_from_pretrained(group: Group, workers: GetWor
 
 
 def best_run(name: str, folder: Path) -> tuple[float, float, str]:
-    """The best evaluation's loss, that of the model in the end, and the folder of the best one.
-
-    The highest loss is best, so that it is the first evaluation.
-    """
+    """The best evaluation's loss, that of the model in the end, and the folder of the best one."""
     settings = {"save_strategy": "steps", "save_steps": 4, "eval_steps": 4, "max_steps": 12, "learning_rate": 0.02}
-    trainer = portable_trainer(name, folder, **settings, load_best_model_at_end=True, greater_is_better=True)
+    trainer = portable_trainer(name, folder, **settings, load_best_model_at_end=True)
     try:
         trainer.train()
-        best = max(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
+        best = min(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
         return best, trainer.evaluate()["eval_loss"], Path(trainer.state.best_model_checkpoint).name
     finally:
         trainer.accelerator.end_training()
@@ -87,7 +92,7 @@ def best_run(name: str, folder: Path) -> tuple[float, float, str]:
 @pytest.mark.parametrize("group", PLACES)
 def test_the_best_weights_come_back(group: Group, workers: GetWorkers, tmp_path: Path) -> None:
     for best, last, folder in workers(group).run(best_run, name="evaluation", folder=tmp_path):
-        assert folder == "checkpoint-4"
+        assert folder == "checkpoint-4"  # these rows are noise: later weights know the training rows by heart
         assert last == pytest.approx(best, rel=1e-6)
 
 

@@ -38,6 +38,7 @@ CASES = {
     "lora": Case(lora=True),
     "evaluation": Case({"eval_strategy": "steps", "eval_steps": 10}, evaluates=True),
     "recomputation": Case({"activation_checkpointing": True}),
+    "words of fsdp": Case({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}, "max_steps": 5}),
     "no clipping": Case({"max_grad_norm": 0.0, "train_sampling_strategy": "sequential"}),
 }
 
