@@ -1,5 +1,6 @@
 """transformers' Trainer on FSDP2 or XLA: a Llama of two layers, from texts that this script makes. Twice, to resume."""
 
+import os
 import random
 from typing import Any
 
@@ -34,6 +35,7 @@ def rows(count: int, seed: int) -> Any:
 
 def main() -> None:
     folder = "runs/trainer"
+    os.makedirs(folder, exist_ok=True)
     args = TrainingArguments(
         output_dir=folder,
         max_steps=60,

@@ -164,7 +164,7 @@ def _refuse(problems: Iterator[str]) -> None:
 
 
 def _wrong_everywhere(args: Any, model: Any) -> Iterator[str]:
-    """Problems that no engine could solve, each with its way out."""
+    """Problems that no engine could solve, each with what to do."""
     for key in ("deepspeed", "auto_find_batch_size", "bf16_full_eval", "fp16_full_eval", "torch_compile_mode"):
         yield from _by_table(key, getattr(args, key, None))
     if args.torch_compile:
