@@ -10,7 +10,7 @@ import torch
 from jobs import device_count
 from torch import Tensor, nn
 
-BATCH = 8
+BATCH = 12
 STEPS = 20
 LABELS_OF_CLASSES = 3
 
@@ -19,7 +19,7 @@ class Case(NamedTuple):
     """What a run differs in from the plain one."""
 
     arguments: Mapping[str, Any] = {}
-    rows: int = 80
+    rows: int = 96
     lora: bool = False
     classes: bool = False  # a model whose loss is a mean, not a sum over counted tokens
     evaluates: bool = False
@@ -30,8 +30,8 @@ class Case(NamedTuple):
 CASES = {
     "plain": Case(),
     "accumulation": Case({"gradient_accumulation_steps": 4}, rows=96),
-    "uneven batches and windows": Case({"gradient_accumulation_steps": 4, "max_steps": 8}, rows=85),
-    "one row in the last batch": Case(rows=41),
+    "uneven batches and windows": Case({"gradient_accumulation_steps": 4, "max_steps": 9}, rows=101),
+    "two rows in the last batch": Case(rows=50),
     "a loss that is a mean": Case({"gradient_accumulation_steps": 2}, rows=53, classes=True),
     "bf16": Case({"bf16": True}, tolerance=2e-3),
     "autocast": Case({"bf16": True}, tolerance=2e-3, sections={"autocast": True}),
