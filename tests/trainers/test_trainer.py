@@ -26,7 +26,7 @@ RUNS = [
     for name in CASES
     if (group, name) != (XLA, "autocast")  # torch_xla's autocast leaves queries in float32 beside bfloat16 values
 ]
-RUNS += [marked(THREE, name, in_suite=False) for name in ("two rows in the last batch", "a loss that is a mean")]
+ON_THREE = [marked(THREE, name, in_suite=False) for name in ("two rows in the last batch", "a loss that is a mean")]
 
 
 def require_equal(actual: dict[str, float], expected: dict[str, float], tolerance: float) -> None:
@@ -42,7 +42,7 @@ def plain_curve(name: str) -> dict[str, float]:
         return plain_run(name, Path(folder), **({"fsdp": None} if "fsdp" in CASES[name].arguments else {}))
 
 
-@pytest.mark.parametrize(("group", "name"), RUNS)
+@pytest.mark.parametrize(("group", "name"), [*RUNS, *ON_THREE])
 def test_the_losses_are_those_of_trainer_alone(group: Group, name: str, workers: GetWorkers, tmp_path: Path) -> None:
     expected = plain_curve(name)
     for curve, late in workers(group).run(portable_run, name=name, folder=tmp_path / "ours"):
