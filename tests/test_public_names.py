@@ -3,6 +3,7 @@
 from typing import Any
 
 import portable_fsdp
+from portable_fsdp import trainers
 
 NAMES = [
     *("Accelerator", "Checkpoints", "build_data", "build_evaluator", "build_model", "build_training"),
@@ -18,3 +19,8 @@ def test_the_public_names_are_these_and_lead_somewhere() -> None:
     exec("from portable_fsdp import *", starred)
     assert set(NAMES) == starred.keys() - {"__builtins__"}
     assert all(callable(getattr(portable_fsdp, name)) for name in NAMES)
+
+
+def test_trainers_has_one_name() -> None:
+    assert trainers.__all__ == ["on_portable"]
+    assert callable(trainers.on_portable)

@@ -161,6 +161,8 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         if model in self._models:
             raise ConfigError(f"prepare: this {type(model).__name__} is prepared already: prepare it once.")
+        if self._saving.knows(model):  # free_memory has taken it off the list; it stays sharded
+            return _added(model, self._models)
         model = prepare_model(model, self._opened.config, self.engine, self._twins)
         self._graphs.watch(model)
         if not has_layouts_of_its_own(self.engine):

@@ -42,17 +42,8 @@ def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, en
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise ConfigError(f"prepare: {name} is compiled.\n  Leave torch.compile out: compile={{'enabled': True}}.")
-    if engine.device.type == "xla" and hasattr(model, "gradient_checkpointing_enable"):
-
-        def refuse(*_: Any, **__: Any) -> None:
-            raise ConfigError(
-                f"{name} would recompute by torch's checkpointing, which XLA undoes.\n  Leave "
-                "gradient_checkpointing_enable() out: Accelerator(memory={'gradient_checkpointing': 'full'})."
-            )
-
-        if getattr(model, "is_gradient_checkpointing", False):
-            refuse()
-        cast(Any, model).gradient_checkpointing_enable = refuse
+    if engine.device.type == "xla":
+        _refuse_recomputing(model)
     if getattr(model, "hf_device_map", None) and len({*cast(Any, model).hf_device_map.values()}) > 1:
         raise ConfigError(f"prepare: {name} lies on several devices (device_map).\n  Load it without device_map.")
     for module in model.modules() if engine.device.type == "xla" else ():
@@ -90,6 +81,23 @@ def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, en
             0, dtype=weight.dtype, device=olds[fqn].device
         )  # frees its memory: the script may hold the object
     return model
+
+
+def _refuse_recomputing(model: nn.Module) -> None:
+    """Raise ConfigError where a model recomputes by torch's checkpointing, now or once it is switched on."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConfigError(
+            f"{type(model).__name__} would recompute by torch's checkpointing, which XLA undoes.\n  Leave "
+            "gradient_checkpointing_enable() out: Accelerator(memory={'gradient_checkpointing': 'full'})."
+        )
+
+    name = "is_activation_checkpointing"  # until transformers 5.23: is_gradient_checkpointing
+    if getattr(model, name if hasattr(model, name) else "is_gradient_checkpointing", False):
+        refuse()
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        if hasattr(model, name):
+            setattr(model, name, refuse)
 
 
 def _narrow(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

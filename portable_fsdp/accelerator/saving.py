@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -150,9 +150,9 @@ class Saving:
         folder = None if output_dir is None else os.fspath(output_dir)
         return self.turns.act(self._number, "save_state", folder, by_name=True)
 
-    def load(self, input_dir: str | os.PathLike[str] | None) -> None:
+    def load(self, input_dir: str | os.PathLike[str] | None, *, weights_only: bool = False) -> None:
         folder = None if input_dir is None else os.fspath(input_dir)
-        self.turns.act(self._number, "load_state", folder, by_name=True)
+        self.turns.act(self._number, "load_state", folder, weights_only, by_name=True)
 
     def _save(self, is_own: bool, output_dir: str | None) -> str:
         accelerator, engine = self._accelerator, self._engine
@@ -168,7 +168,7 @@ class Saving:
         accelerator.project_configuration.iteration += 1
         return folder
 
-    def _load(self, is_own: bool, input_dir: str | None) -> None:
+    def _load(self, is_own: bool, input_dir: str | None, weights_only: bool) -> None:
         accelerator = self._accelerator
         self._engine.end_step()
         folder = on_process_0(self._engine, lambda: existing_folder(accelerator, input_dir))
@@ -177,17 +177,19 @@ class Saving:
             hook(models, folder)
         elsewhere = [name for name, model in self._named_models().items() if not any(model is m for m in models)]
         objects = self._objects()
-        with self._open(folder, elsewhere) as checkpoints:
+        with self._open(folder, elsewhere, "weights_only" if weights_only else "all") as checkpoints:
             if (point := checkpoints.find("auto")) is None:
                 raise StateError(f"load_state: {folder} has no checkpoint.\n  Pass a folder of save_state.")
             on_process_0(self._engine, lambda: require_weights(point.path, [*self._named_models()], elsewhere))
             checkpoints.load(point, self._named_models(), self._inner_optimizers(), objects)
 
-    def _open(self, folder: str, elsewhere: Collection[str]) -> Checkpoints:
+    def _open(
+        self, folder: str, elsewhere: Collection[str], load: Literal["all", "weights_only"] = "all"
+    ) -> Checkpoints:
         config = self._config.model_dump(mode="json")
         for key in ("micro_batch", "global_batch"):  # of the engine's devices: the script has its own batches
             config["train"].pop(key, None)
-        settings = self._config.checkpoint.model_copy(update={"async_save": False})
+        settings = self._config.checkpoint.model_copy(update={"async_save": False, "load": load})
         models = [*self._named_models().values()]
         is_one = len(models) == 1 and not elsewhere  # then transformers can open it, and the trainer
         architecture: Any = getattr(models[0], "config", None) if is_one else None

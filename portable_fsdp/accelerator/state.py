@@ -113,6 +113,11 @@ def open_engine(
     return _opened[0]
 
 
+def is_open() -> bool:
+    """Whether an Accelerator has opened the engine of this process."""
+    return bool(_opened)
+
+
 def _were_reset() -> bool:
     """Whether somebody emptied the shared states (`AcceleratorState._reset_state()`), and so begins anew."""
     return (

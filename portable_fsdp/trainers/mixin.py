@@ -1,0 +1,275 @@
+"""The methods of transformers' Trainer that differ on our engines: the Accelerator, losses, and checkpoints.
+
+A batch of the loader is that of all devices, as one process would read it: `per_device_train_batch_size` rows for each.
+So steps, orders and losses are those of Trainer on one device with the global batch. Trainer sums losses that are
+divided by `num_items_in_batch` over processes; means are weighed by the rows of each.
+"""
+
+# What an Accelerator holds is in attributes with an underscore, which Trainer's code reads too.
+# pyright: reportPrivateUsage=false
+
+import copy
+import functools
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from portable_fsdp.accelerator.front import Accelerator
+from portable_fsdp.accelerator.rows import PreparedLoader, Sizes
+from portable_fsdp.checkpoint import manifests
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError
+from portable_fsdp.trainers.arguments import accelerator_of, keep_transformers_off_xla, storable
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+else:
+    Base = object
+
+STATE_FOLDER = "portable_fsdp"
+"""The folder of our checkpoint in one of Trainer's; beside it are the weights for `from_pretrained`."""
+
+
+def subclass_of(trainer: Any, options: Mapping[str, Any]) -> Any:
+    """`on_portable`."""
+    keep_transformers_off_xla()
+    import transformers
+    from transformers import trainer as module
+
+    if not (isinstance(trainer, type) and issubclass(trainer, transformers.Trainer)):
+        raise ConfigError(f"on_portable: expected transformers' Trainer or a subclass of it, found {trainer!r}.")
+    names = cast(dict[str, Any], vars(module))
+    if (skip := names["skip_first_batches"]) is not _skip_first_batches:
+        _skips.append(skip)
+        names["skip_first_batches"] = _skip_first_batches
+    return type(trainer.__name__, (PortableTrainer, trainer), {"_options": dict(options), "__doc__": trainer.__doc__})
+
+
+class PortableTrainer(Base):
+    """What `on_portable` puts before a Trainer class."""
+
+    _options: ClassVar[Mapping[str, Any]] = {}
+    accelerator: Accelerator
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        from transformers import TrainingArguments
+
+        def own(value: Any) -> Any:  # what changes there is of this Trainer alone
+            return copy.copy(value) if isinstance(value, TrainingArguments) else value
+
+        super().__init__(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
+
+    def create_accelerator_and_postprocess(self) -> None:
+        self.accelerator = accelerator_of(self.args, self.model, self._options)
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False  # Trainer's own code for them
+        self._window: deque[Sizes | None] = deque()  # the rows of each batch that Trainer has fetched
+        self._evaluated: list[tuple[Tensor, int]] = []  # the loss of each batch, and its rows
+        self._carried = _Carried(self)
+        self.accelerator.register_for_checkpointing(self._carried)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model on the host: each device gets its shards from there."""
+
+    # ----------------------------------------------------------------------------------------------------- the rows
+
+    @property
+    def _devices_of_batch(self) -> int:
+        """How many devices share a batch; 1 where the script's own `split_batches` says that it is the global one."""
+        return 1 if cast(Any, self.args.accelerator_config).split_batches else self.accelerator.engine.row_shards
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return self._train_batch_size * args.gradient_accumulation_steps * self._devices_of_batch
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        loader = super()._get_dataloader(dataset, description, batch_size * self._devices_of_batch, *args, **kwargs)
+        self.accelerator._dataloaders.clear()  # Trainer knows its position itself
+        return loader
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        self._window.clear()
+        rows = _noted(epoch_iterator, lambda batch: self._window.append(self._rows(batch)))
+        batches = super().get_batch_samples(rows, *args, **kwargs)
+        self.accelerator.engine.end_step()  # the number of items is a program of its own
+        return batches
+
+    def _rows(self, batch: Any) -> Sizes | None:
+        """The rows of a batch that was fetched now. Those that don't count are taken out of its labels."""
+        sizes = getattr(self.accelerator.gradient_state.active_dataloader, "rows", None)
+        if sizes is not None and sizes.own == 0:
+            for name in ("labels", "shift_labels"):
+                if isinstance(batch, Mapping) and isinstance(batch.get(name), Tensor):
+                    cast(Any, batch)[name] = torch.full_like(batch[name], -100)
+        return sizes
+
+    # ---------------------------------------------------------------------------------------------------- the step
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        model, loader = super()._prepare_for_training(*args, **kwargs)
+        keep = self.args.gradient_accumulation_steps > 1
+        engine, optimizer = self.accelerator.engine, cast(Any, self.optimizer).optimizer
+        model.zero_grad = lambda set_to_none=True: engine.zero_gradients(optimizer, keep=keep)  # Trainer calls it
+        return model, loader
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        rows = self._window.popleft() if self._window else None
+        is_sum = self._is_sum(num_items_in_batch)
+        loader: Any = self.accelerator.gradient_state.active_dataloader
+        if hasattr(loader, "rows"):  # `backward` weighs by them; Trainer may have fetched other batches since
+            loader.rows = None if is_sum else rows
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not self.accelerator.sync_gradients:
+            self.accelerator.engine.end_step()
+        return loss * self._weight(rows, is_sum)
+
+    def _is_sum(self, num_items_in_batch: Any) -> bool:
+        """Whether Trainer's loss is this process's part of the global one, times the number of processes."""
+        divides = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return bool(self.args.average_tokens_across_devices and divides and num_items_in_batch is not None)
+
+    def _weight(self, rows: Sizes | None, is_sum: bool) -> float:
+        """The factor for a loss whose mean over processes is then the loss of the global batch."""
+        return 1.0 if is_sum or rows is None else rows.own * self.accelerator.num_processes / rows.total
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # the engine's norm is over all weights
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.accelerator.engine.end_step()  # Trainer reads the loss
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    # -------------------------------------------------------------------------------------------------- evaluation
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = self._rows(inputs)
+        number = self._get_num_items_in_batch([inputs], self.args.device) if self.label_names else None
+        loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
+        if loss is not None:
+            weight = self._weight(rows, self._is_sum(number)) / self.accelerator.num_processes
+            loss = self.accelerator.reduce(loss * weight, "sum")
+            self._evaluated.append((loss, rows.total if rows else 1))
+        return (loss, *others)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; the loss is weighed by the rows of each batch, of which Trainer knows those of one device."""
+        self._evaluated = []
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
+        name = f"{kwargs.get('metric_key_prefix', args[3] if len(args) > 3 else 'eval')}_loss"
+        if self._evaluated and name in (output.metrics or {}):
+            losses = torch.stack([loss for loss, _ in self._evaluated]).double().cpu()
+            rows = torch.tensor([float(count) for _, count in self._evaluated], dtype=torch.float64)
+            if self.args.logging_nan_inf_filter and (finite := losses.isfinite()).any():
+                losses, rows = losses[finite], rows[finite]
+            cast(dict[str, float], output.metrics)[name] = float((losses * rows).sum() / rows.sum())
+        return output
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write whole weights for `from_pretrained`, or peft's adapters. *collective*"""
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        is_prepared = any(self.model is each for each in self.accelerator._models)
+        state = self.accelerator.get_state_dict(self.model) if is_prepared else None
+        if (args := self.args).should_save:
+            self.args = storable(args)
+            try:
+                self._save(folder, state_dict=state)
+            finally:
+                self.args = args
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._carried.take()
+        self.accelerator.save_state(os.path.join(output_dir, STATE_FOLDER))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.accelerator.load_state(os.path.join(checkpoint, STATE_FOLDER))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """They are in our checkpoint."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self._carried.set_random_states()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Check the folder: its weights come with the optimizer's state, once the model is sharded."""
+        folder = Path(resume_from_checkpoint)
+        if not manifests.committed_steps(folder / STATE_FOLDER):
+            raise CheckpointError(
+                f"resume_from_checkpoint: {folder} has no whole checkpoint in {STATE_FOLDER}/: plain Trainer saved it, "
+                f'or save_only_model.\n  For its weights alone load the model from it: from_pretrained("{folder}").'
+            )
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best evaluation. *collective*"""
+        folder = os.path.join(str(self.state.best_model_checkpoint), STATE_FOLDER)
+        self.accelerator._saving.load(folder, weights_only=True)
+
+
+class _Carried:
+    """What a Trainer adds to a checkpoint: its schedule, and process 0's random states."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._random = trainer, dict[str, Any]()
+
+    def take(self) -> None:
+        """Read process 0's random states, for the next save. *collective*"""
+        name, keys, *rest = np.random.get_state()
+        version, numbers, gauss = random.getstate()
+        own: dict[str, Any] = {
+            "python": [version, torch.tensor(numbers), gauss],
+            "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest],
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            own["cuda"] = torch.cuda.get_rng_state()
+        self._random = self._trainer.accelerator.engine.agree(own)
+
+    def set_random_states(self) -> None:
+        """Set those that a load has read."""
+        if not self._random:
+            return
+        version, numbers, gauss = self._random["python"]
+        random.setstate((version, tuple(numbers.tolist()), gauss))
+        name, keys, *rest = self._random["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+        torch.set_rng_state(self._random["torch"])
+        if "cuda" in self._random and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self._random["cuda"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scheduler": self._trainer.lr_scheduler.state_dict(), "random": self._random}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._trainer.lr_scheduler.load_state_dict(state["scheduler"])
+        self._random = dict(state["random"])
+
+
+# --------------------------------------------------------------------------------------------------- skipped batches
+
+_skips: list[Callable[..., Any]] = []  # accelerate's function, which Trainer imports
+
+
+def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """accelerate's, which a prepared loader does itself."""
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skipping(num_batches)
+    return _skips[0](dataloader, num_batches)
+
+
+def _noted(batches: Iterator[Any], note: Callable[[Any], None]) -> Iterator[Any]:
+    for batch in batches:
+        note(batch)
+        yield batch
