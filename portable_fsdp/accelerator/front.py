@@ -41,11 +41,21 @@ class PreparedOptimizer(AcceleratedOptimizer):
     """accelerate's wrapper: a step and zero_grad do something where gradients are complete."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, engine: Backend, keeps: bool, before: Callable[[], None]
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Backend,
+        keeps: bool,
+        before: Callable[[], None],
+        has_state: bool,
     ) -> None:
         super().__init__(optimizer, device_placement=False)
-        self._engine, self._keeps, self._before = engine, keeps, before
+        self._engine, self._keeps, self._before, self._had_state = engine, keeps, before, has_state
         self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of an unprepared one: state that `prepare` allocated shows after the first step."""
+        state = super().state_dict()
+        return state if self.steps or self._had_state else {**state, "state": {}}
 
     def step(self, closure: Any = None) -> None:
         if self.gradient_state.sync_gradients:
@@ -162,8 +172,9 @@ class Accelerator(accelerate.Accelerator):
             if optimizer not in self._optimizers:
                 self._optimizers.append(optimizer)
             return optimizer
+        has_state = bool(optimizer.state)  # torch's Adagrad
         prepare_optimizer(optimizer, self.engine, self._twins)
-        prepared = PreparedOptimizer(optimizer, self.engine, self._keeps_gradients, self._reads.end)
+        prepared = PreparedOptimizer(optimizer, self.engine, self._keeps_gradients, self._reads.end, has_state)
         return _added(prepared, self._optimizers)
 
     def prepare_data_loader(
