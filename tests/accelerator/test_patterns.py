@@ -1,11 +1,12 @@
 """Loops written for accelerate, on both engines, against the same loops in plain torch."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from accelerate.utils import patch_environment
+from accelerate.utils import DataLoaderConfiguration, patch_environment
 from patterns import MORE_PROGRAMS, PATTERNS, accelerated_run, accelerator, plain_run
+from torch.utils.data import DataLoader
 from workers import GetWorkers, Group, marked
 
 SUITE = (Group("gloo", 2), Group("xla", 4))
@@ -80,6 +81,19 @@ def test_a_second_accelerator_starts_and_an_optimizer_has_state_once_it_stepped(
     group: Group, workers: GetWorkers
 ) -> None:
     assert workers(group).run(launched_twice) == [[({}, [0, 1])] * 2] * group.processes
+
+
+def dealt() -> list[list[int]]:
+    acc = accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    loader = acc.prepare(DataLoader(cast(Any, range(7)), batch_size=2))
+    try:
+        return [acc.gather_for_metrics(batch).tolist() for batch in loader]
+    finally:
+        acc.end_training()
+
+
+def test_process_0_reads_all_rows_with_dispatch_batches(workers: GetWorkers) -> None:
+    assert workers(SUITE[0]).run(dealt) == [[[0, 1, 2, 3], [4, 5, 6]]] * 2
 
 
 def launched_by_accelerate() -> None:
