@@ -6,6 +6,7 @@ states is inherited. `names.yaml` says of each public name which of both it is, 
 
 import atexit
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -13,6 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
+from weakref import WeakValueDictionary
 
 import accelerate
 import torch
@@ -48,11 +50,17 @@ class PreparedOptimizer(AcceleratedOptimizer):
         keeps: bool,
         before: Callable[[], None],
         after: Callable[[], None],
+        has_state: bool,
     ) -> None:
         """`keeps`: gradients stay, zeroed. `before` and `after` run around what the engine does."""
         super().__init__(optimizer, device_placement=False)
         self._engine, self._keeps, self._before, self._after = engine, keeps, before, after
-        self.steps = 0
+        self.steps, self._had_state = 0, has_state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of an unprepared one: state that `prepare` allocated shows after the first step."""
+        state = super().state_dict()
+        return state if self.steps or self._had_state else {**state, "state": {}}
 
     def step(self, closure: Any = None) -> None:
         if self.gradient_state.sync_gradients:
@@ -115,6 +123,8 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(**given)
         if given.get("split_batches") in (True, False):  # accelerate 1.15 takes the argument, and drops it
             self.dataloader_config.split_batches = given["split_batches"]
+        if self.dispatch_batches and self.engine.device.type == "xla":
+            raise ConfigError("Accelerator: dataloader_config: dispatch_batches isn't built on XLA.\n  Leave it out.")
         if self.distributed_type == DistributedType.FSDP:
             self.state.fsdp_plugin = plugin_of(self._opened)
         self._twins, self._autocast, self._defers = Twins(), autocast and precision == "bf16", False
@@ -124,6 +134,12 @@ class Accelerator(accelerate.Accelerator):
         self._saving = Saving(self, self.engine, self._opened.config)
         self._copies = WholeCopies(self._saving.put)
         atexit.register(lambda: self._pending_log())  # a script may end without end_training
+        self._key = f"{os.getpid()}.{next(_numbers)}"
+        _living[self._key] = self
+
+    def __reduce__(self) -> Any:
+        """A copy, or what is pickled and read again in this process, is this object: an engine has no second one."""
+        return _accelerator_of, (self._key,)
 
     # -------------------------------------------------------------------------------------------------- what it is
 
@@ -177,9 +193,10 @@ class Accelerator(accelerate.Accelerator):
             if optimizer not in self._optimizers:
                 self._optimizers.append(optimizer)
             return optimizer
+        has_state = bool(optimizer.state)  # torch's Adagrad
         prepare_optimizer(optimizer, self.engine, self._twins)
         around = self._begin_work, self._copies.begin
-        prepared = PreparedOptimizer(optimizer, self.engine, self._keeps_gradients, *around)
+        prepared = PreparedOptimizer(optimizer, self.engine, self._keeps_gradients, *around, has_state)
         return _added(prepared, self._optimizers)
 
     def prepare_data_loader(
@@ -189,12 +206,15 @@ class Accelerator(accelerate.Accelerator):
             if data_loader not in self._dataloaders:
                 self._dataloaders.append(data_loader)
             return data_loader
-        if self.engine.device.type != "xla" and isinstance(data_loader.dataset, IterableDataset):
-            return _added(PreparedStream(data_loader, self.split_batches, self._next_batch), self._dataloaders)
+        order = self.use_seedable_sampler, self.dataloader_config.data_seed
+        if self.engine.device.type != "xla" and (
+            self.dispatch_batches or isinstance(data_loader.dataset, IterableDataset)
+        ):
+            stream = PreparedStream(data_loader, order, self.split_batches, self._next_batch)
+            return _added(stream, self._dataloaders)
         part, count = self.engine.data_shard, self._opened.processes
         each = max(1, count // part.count)
         own = tuple(range(part.index * each, part.index * each + each))
-        order = self.use_seedable_sampler, self.dataloader_config.data_seed
         splits = self.split_batches or count == 1  # one device completes no batch, as there
         shards = Shards(own, count, splits, self.even_batches, *order)
         around = self._begin_work, self._next_batch
@@ -397,6 +417,19 @@ class Accelerator(accelerate.Accelerator):
             raise StateError(f"register_for_checkpointing: {error}") from None
 
 
+_numbers = itertools.count()
+_living = WeakValueDictionary[str, Accelerator]()
+
+
+def _accelerator_of(key: str) -> Accelerator:
+    if key not in _living:
+        raise ConfigError(
+            "Accelerator: a pickled one opens in its own process alone, while it exists.\n"
+            "  Send other processes what they need of it: its device, process_index or num_processes."
+        )
+    return _living[key]
+
+
 def name_table() -> Mapping[str, Mapping[str, str]]:
     """Kind (own, inherited, refused) -> name of accelerate's class -> what it does here, or why it is refused."""
     return yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
@@ -464,6 +497,11 @@ def refuse_arguments(given: Mapping[str, Any], precision: str, processes: str) -
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         reason = _OTHER_ENGINES["dynamo_backend"]
         raise ConfigError(f"Accelerator: ACCELERATE_DYNAMO_BACKEND, by `accelerate launch`: {reason}")
+    if (chosen := os.environ.get("ACCELERATE_TORCH_DEVICE")) is not None:
+        raise ConfigError(
+            f"Accelerator: ACCELERATE_TORCH_DEVICE={chosen} isn't read.\n  Unset it, and set "
+            f"PORTABLE_FSDP=device={chosen.partition(':')[0]}; CUDA_VISIBLE_DEVICES chooses among GPUs."
+        )
     if precision not in ("no", "bf16"):
         raise ConfigError(f"Accelerator: mixed_precision={precision} isn't built.\n  Set bf16 or no.")
     if processes not in ("devices", "one"):
@@ -471,9 +509,8 @@ def refuse_arguments(given: Mapping[str, Any], precision: str, processes: str) -
     if given.get("device_placement") is False:
         raise ConfigError("Accelerator: device_placement=False: models and batches always move.\n  Leave it out.")
     loaders = given.get("dataloader_config")
-    for name in ("dispatch_batches", "use_stateful_dataloader"):
-        if getattr(loaders, name, None):
-            raise ConfigError(f"Accelerator: dataloader_config: {name} isn't built.\n  Leave it out.")
+    if getattr(loaders, "use_stateful_dataloader", None):
+        raise ConfigError("Accelerator: dataloader_config: use_stateful_dataloader isn't built.\n  Leave it out.")
 
 
 def _in_autocast(forward: Callable[..., Any], device: str) -> Callable[..., Any]:

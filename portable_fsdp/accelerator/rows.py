@@ -107,13 +107,21 @@ class OwnBatches(BatchSampler):
 
 
 class PreparedStream(DataLoaderDispatcher):
-    """A stream on native: accelerate's own, of which process 0 reads the batches and deals out their rows."""
+    """A stream on native, or any loader with dispatch_batches: process 0 reads the batches and deals out their rows."""
 
-    def __init__(self, loader: DataLoader[Any], split: bool, end_step: Callable[[], None]) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], order: tuple[bool, int | None], split: bool, end_step: Callable[[], None]
+    ) -> None:
+        """`order`: `seedable` and `seed` of Shards."""
         self._end_step = end_step
         kept = {name: getattr(loader, name) for name in _LOADER if name != "generator" and hasattr(loader, name)}
-        kept |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "_drop_last": bool(loader.drop_last)}
-        super().__init__(loader.dataset, split_batches=split, **kept)
+        if isinstance(loader.dataset, IterableDataset):
+            kept |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        else:
+            kept["batch_sampler"] = batches = cast(BatchSampler, loader.batch_sampler)
+            if order[0] and isinstance(getattr(batches, "sampler", None), RandomSampler):
+                _make_seedable(batches, order[1] or torch.initial_seed())
+        super().__init__(loader.dataset, split_batches=split, _drop_last=bool(loader.drop_last), **kept)
 
     def __iter__(self) -> Generator[Any]:
         batches = super().__iter__()

@@ -24,7 +24,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from portable_fsdp.accelerator.rows import PreparedLoader
 from portable_fsdp.accelerator.turns import turns_of
-from portable_fsdp.accelerator.whole import copy_of, layouts, put_whole, whole
+from portable_fsdp.accelerator.whole import copy_of, in_own_classes, layouts, put_whole, whole
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.state import parameter_slots
 from portable_fsdp.checkpoint import manifests
@@ -49,7 +49,7 @@ class Saving:
         self._models: list[nn.Module] = []  # all that were prepared: their numbers name them to other processes
         self.turns = turns_of(engine, config.run.peer_timeout_s)
         self._value = torch.empty(0)  # that process 0 puts into a weight
-        actions = {"state_dict": self._state_dict, "put": self._put}
+        actions = {"state_dict": self._state_dict, "put": self._put, "pickle": self._copy}
         actions |= {"save_state": self._save, "load_state": self._load}
         self._number = self.turns.register(actions)
 
@@ -65,6 +65,7 @@ class Saving:
         if isinstance(model, FSDPModule):  # a class that FSDP made: diffusers writes its name into configs
             type(model).__name__ = type(model).__name__.removeprefix("FSDP")
         self.turns.watch(model)
+        cast(Any, model).__reduce_ex__ = partial(self._pickle, number)
         for path, module in model.named_modules():
             plain = module.state_dict
             own = cast(Any, module)
@@ -79,6 +80,16 @@ class Saving:
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """The whole tensors of a prepared model on process 0, empty on others. *collective*"""
         return self.turns.act(self._number, "state_dict", self._models.index(model), "", "", True)
+
+    def _pickle(self, number: int, protocol: int) -> Any:
+        """What is pickled, or copied, of a prepared model: a whole one. Processes that read it need no Accelerator."""
+        return _same, (self.turns.act(self._number, "pickle", number),)
+
+    def _copy(self, is_own: bool, number: int) -> nn.Module:
+        model = self._models[number]
+        values = whole(self._engine, model, [*model.parameters(), *model.buffers()], True)
+        copy = in_own_classes(copy_of(model, values, {}))
+        return copy if self._engine.device.type == "xla" else copy.to(self._engine.device)
 
     def knows(self, model: object) -> bool:
         return any(model is each for each in self._models)
@@ -247,6 +258,10 @@ class Saving:
         if not is_main:  # a hook may call what needs all processes, as a prepared model's state_dict
             self.turns.point("the end of the save hooks")
         return on_process_0(self._engine, run)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _numbered(name: str, values: Iterable[Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.state import PartialState
 from torch.multiprocessing.spawn import start_processes
 
@@ -23,6 +24,8 @@ log = logging.getLogger("portable_fsdp")
 def start_workers(start: Mapping[str, Any]) -> None:
     """Run the script again in a process for each device, and exit with their code, where native has several devices and
     no launcher started it. In a worker, in a notebook and under `python -c` do nothing."""
+    if "WORLD_SIZE" in os.environ and "RANK" not in os.environ and dist.is_initialized():  # accelerate's debug_launcher
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(dist.get_rank())
     main = sys.modules["__main__"]
     file: str | None = getattr(main, "__file__", None)
     spec: Any = getattr(main, "__spec__", None)

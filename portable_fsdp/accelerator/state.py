@@ -20,7 +20,6 @@ from types import MethodType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple, cast
 
 import accelerate
-import torch.distributed as dist
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -78,10 +77,7 @@ def open_engine(
 ) -> Opened:
     """Open the engine of this process, or return the open one. Raises ConfigError if that has other arguments, and the
     shared states weren't reset meanwhile."""
-    arguments = {
-        **{"config": config and str(config), **sections, **start, "processes": processes},
-        "gradient_accumulation_steps": steps,
-    }
+    arguments = {"config": config and str(config), **sections, **start, "processes": processes}
     if _opened and _were_reset() and arguments != _opened[0].arguments:
         close()
     if _opened:
@@ -92,10 +88,9 @@ def open_engine(
                 f"Accelerator: another one in this process has a different {names[0]}: {before.get(names[0])!r}, now "
                 f"{arguments.get(names[0])!r}.\n  Pass equal arguments, or call end_training() of the first before."
             )
+        _accumulate(_opened[0], steps)
         return _opened[0]
     require_version()
-    if "WORLD_SIZE" in os.environ and "RANK" not in os.environ and dist.is_initialized():  # accelerate's debug_launcher
-        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(dist.get_rank())
     keep_xla_out()
     overrides, start = with_variable(sections, start)
     resolved = resolved_config(config, overrides, plugin)
@@ -105,17 +100,22 @@ def open_engine(
     logging.root.handlers[:] = handlers  # torch_xla's import logs, which would make the script's basicConfig do nothing
     engine.__enter__()
     atexit.register(close)
-    if steps > 1:  # gradients then stay, as inputs of the next program
-        rows = {"train.micro_batch": "1", "train.global_batch": str(engine.row_shards * steps)}
-        engine.adopt(resolved := with_settings(resolved, rows))
     is_one = processes == "one" and engine.device.type == "xla"
     _opened.append(Opened(engine, resolved, arguments, 1 if is_one else engine.row_shards))
+    _accumulate(_opened[0], steps)
     return _opened[0]
 
 
 def is_open() -> bool:
     """Whether an Accelerator has opened the engine of this process."""
     return bool(_opened)
+
+
+def _accumulate(opened: Opened, steps: int) -> None:
+    """With several steps gradients stay, as inputs of the next program. Each Accelerator may have another number."""
+    if steps > 1:
+        rows = {"train.micro_batch": "1", "train.global_batch": str(opened.engine.row_shards * steps)}
+        opened.engine.adopt(with_settings(opened.config, rows))
 
 
 def _were_reset() -> bool:
@@ -232,8 +232,9 @@ def plugin_of(opened: Opened) -> FullyShardedDataParallelPlugin | None:
     """What a script asks of `state.fsdp_plugin`; None where accelerate's type isn't FSDP."""
     if PartialState().distributed_type != DistributedType.FSDP:
         return None
-    config = opened.config
-    return FullyShardedDataParallelPlugin(
+    config, variable = opened.config, "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    was_set = variable in os.environ
+    plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=config.sharding.strategy not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"),
         cpu_offload=config.memory.cpu_offload,
@@ -241,6 +242,9 @@ def plugin_of(opened: Opened) -> FullyShardedDataParallelPlugin | None:
         cpu_ram_efficient_loading=False,
         activation_checkpointing=config.memory.gradient_checkpointing != "none",
     )
+    if not was_set:  # the plugin has set it, and the next Accelerator would read it
+        os.environ.pop(variable, None)
+    return plugin
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from portable_fsdp.backends.contract import Backend, Piece
@@ -14,8 +16,9 @@ from portable_fsdp.checkpoint.named import Merged, has_layouts_of_its_own
 from portable_fsdp.layout import Region
 from portable_fsdp.runtime.errors import CheckpointError
 
-_OURS = ("state_dict", "load_state_dict", "forward", "__deepcopy__")
+_OURS = ("state_dict", "load_state_dict", "forward", "__deepcopy__", "__reduce_ex__")
 """Attributes of prepared modules, and of their blocks, that a whole copy on the host doesn't have."""
+_HOOKS_OF_FSDP = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 def whole(engine: Backend, model: nn.Module, tensors: Iterable[Tensor], keep: bool) -> dict[Tensor, Tensor]:
@@ -99,6 +102,19 @@ def copy_of(module: nn.Module, values: Mapping[Tensor, Tensor], known: dict[nn.M
         }
         vars(copy).update(own)
     return known[module]
+
+
+def in_own_classes(copy: nn.Module) -> nn.Module:
+    """Give a copy the classes that FSDP replaced, and take FSDP's state and hooks out: so it can be pickled."""
+    for module in copy.modules():
+        vars(module).pop(STATE_KEY, None)
+        for name in _HOOKS_OF_FSDP:
+            hooks = vars(module)[name].items()
+            kept = {key: hook for key, hook in hooks if "torch.distributed.fsdp" not in getattr(hook, "__module__", "")}
+            vars(module)[name] = OrderedDict(kept)
+        if isinstance(module, FSDPModule):
+            module.__class__ = next(kind for kind in type(module).__mro__[1:] if not issubclass(kind, FSDPModule))
+    return copy
 
 
 def _parameter(old: nn.Parameter, values: Mapping[Tensor, Tensor]) -> nn.Parameter:

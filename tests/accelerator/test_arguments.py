@@ -9,6 +9,7 @@ from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from portable_fsdp.accelerator.front import refuse_arguments
 from portable_fsdp.accelerator.state import resolved_config, with_variable
 from portable_fsdp.config.describe import value_of
 from portable_fsdp.runtime.errors import ConfigError
@@ -66,3 +67,9 @@ def test_a_file_of_ours_or_of_accelerate_and_the_variable(tmp_path: Path, monkey
     monkeypatch.setenv("PORTABLE_FSDP", "devices=3")
     with pytest.raises(ConfigError, match="PORTABLE_FSDP: expected device="):
         with_variable({}, {})
+
+
+def test_a_device_chosen_for_accelerate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:1")
+    with pytest.raises(ConfigError, match=r"ACCELERATE_TORCH_DEVICE=cuda:1 isn't read.\n  Unset it, and set PORTABLE"):
+        refuse_arguments({}, "no", "devices")

@@ -1,5 +1,7 @@
 """accelerate's names: each is in the table, and the page shows it."""
 
+from types import SimpleNamespace
+
 import accelerate
 import pytest
 from documented import ROOT
@@ -41,7 +43,7 @@ def test_a_refused_name_says_why(name: str) -> None:
         ({"mixed_precision": "fp16"}, "mixed_precision=fp16 isn't built"),
         ({"dynamo_backend": "inductor"}, r"dynamo_backend: pass compile={'enabled': True}"),
         ({"device_placement": False}, "device_placement=False"),
-        ({"dataloader_config": accelerate.DataLoaderConfiguration(dispatch_batches=True)}, "dispatch_batches"),
+        ({"dataloader_config": SimpleNamespace(use_stateful_dataloader=True)}, "use_stateful_dataloader isn't built"),
         ({"sharding": {"strateg": "FULL_SHARD"}}, "unknown key"),
         ({"backend": "cuda"}, "--backend=cuda: expected one of"),
     ],

@@ -1,11 +1,13 @@
 """Loops written for accelerate, on both engines, against the same loops in plain torch."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from accelerate.utils import DataLoaderConfiguration, patch_environment
 from own_loops import Net
 from patterns import MORE_PROGRAMS, PATTERNS, ShadowParams, accelerated_run, accelerator, plain_run
+from torch.utils.data import DataLoader
 from workers import GetWorkers, Group, marked
 
 from portable_fsdp.runtime.errors import BackendError
@@ -101,4 +103,59 @@ def test_after_a_reset_of_the_states_an_engine_may_have_other_arguments() -> Non
     second = Accelerator(device="cpu", backend="native", mixed_precision="bf16")
     assert second.engine is not first.engine
     assert second.mixed_precision == "bf16"
-    second.end_training()
+    third = Accelerator(device="cpu", backend="native", mixed_precision="bf16", gradient_accumulation_steps=3)
+    assert third.engine is second.engine
+    assert third.gradient_accumulation_steps == 3
+    third.end_training()
+
+
+def launched_twice() -> list[Any]:
+    """An optimizer's state before and after its first step, of two Accelerators under `accelerate launch`."""
+    seen: list[Any] = []
+    with patch_environment(accelerate_mixed_precision="no"):
+        for _ in range(2):
+            acc = accelerator()
+            net = torch.nn.Linear(2, 1)
+            net, optimizer = acc.prepare(net, torch.optim.Adam(net.parameters()))
+            before = optimizer.state_dict()
+            acc.backward(net(torch.ones(2, 2, device=acc.device)).sum())
+            optimizer.step()
+            seen.append((before["state"], sorted(optimizer.state_dict()["state"])))
+            acc.end_training()
+    return seen
+
+
+@pytest.mark.parametrize("group", [marked(group, in_suite=True) for group in SUITE])
+def test_a_second_accelerator_starts_and_an_optimizer_has_state_once_it_stepped(
+    group: Group, workers: GetWorkers
+) -> None:
+    assert workers(group).run(launched_twice) == [[({}, [0, 1])] * 2] * group.processes
+
+
+def dealt() -> list[list[int]]:
+    acc = accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    loader = acc.prepare(DataLoader(cast(Any, range(7)), batch_size=2))
+    try:
+        return [acc.gather_for_metrics(batch).tolist() for batch in loader]
+    finally:
+        acc.end_training()
+
+
+def test_process_0_reads_all_rows_with_dispatch_batches(workers: GetWorkers) -> None:
+    assert workers(SUITE[0]).run(dealt) == [[[0, 1, 2, 3], [4, 5, 6]]] * 2
+
+
+def launched_by_accelerate() -> None:
+    from portable_fsdp import Accelerator
+
+    acc = Accelerator()
+    total = acc.reduce(torch.tensor([acc.process_index + 1.0]))
+    assert total.tolist() == [3.0]
+    acc.end_training()
+
+
+def test_the_debug_launcher_of_accelerate_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import debug_launcher
+
+    monkeypatch.setenv("PORTABLE_FSDP", "device=cpu backend=native")
+    debug_launcher(launched_by_accelerate, num_processes=2)

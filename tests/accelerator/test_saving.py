@@ -1,5 +1,6 @@
 """Checkpoints of accelerate scripts: they travel between engines, process 0 may save alone, hooks get whole models."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -204,6 +205,25 @@ def test_hooks_get_whole_models_and_a_model_gives_whole_tensors(
     assert "exp_avg/model_0.model.norm.weight" in keys
     assert "model_1.up.weight" in keys
     assert "model_0.model.norm.weight" not in keys
+
+
+def pickle_alone(folder: Path) -> list[bool]:
+    acc = accelerator()
+    net = acc.prepare(Net())
+    x = torch.ones(4, 8)
+    expected = net(x.to(acc.device)).detach().cpu()
+    if acc.is_main_process:
+        torch.save(net, folder / "net.pt")
+    acc.wait_for_everyone()
+    again = torch.load(folder / "net.pt", weights_only=False)
+    kept = [type(again) is Net, torch.allclose(again(x), expected), copy.deepcopy([acc])[0] is acc]
+    acc.end_training()
+    return kept
+
+
+@pytest.mark.parametrize("group", [marked(group, in_suite=True) for group in (ALONE, TWO, XLA)])
+def test_a_pickled_model_is_a_whole_one_of_the_scripts_class(group: Group, workers: GetWorkers, tmp_path: Path) -> None:
+    assert workers(group).run(pickle_alone, folder=tmp_path) == [[True] * 3] * group.processes
 
 
 def keep_two(folder: Path) -> list[Any]:
