@@ -6,7 +6,6 @@ states is inherited. `names.yaml` says of each public name which of both it is, 
 
 import atexit
 import inspect
-import itertools
 import os
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -14,7 +13,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
-from weakref import WeakValueDictionary
 
 import accelerate
 import torch
@@ -134,12 +132,6 @@ class Accelerator(accelerate.Accelerator):
         self._saving = Saving(self, self.engine, self._opened.config)
         self._copies = WholeCopies(self._saving.put)
         atexit.register(lambda: self._pending_log())  # a script may end without end_training
-        self._key = f"{os.getpid()}.{next(_numbers)}"
-        _living[self._key] = self
-
-    def __reduce__(self) -> Any:
-        """A copy, or what is pickled and read again in this process, is this object: an engine has no second one."""
-        return _accelerator_of, (self._key,)
 
     # -------------------------------------------------------------------------------------------------- what it is
 
@@ -415,19 +407,6 @@ class Accelerator(accelerate.Accelerator):
             super().register_for_checkpointing(*objects)
         except ValueError as error:
             raise StateError(f"register_for_checkpointing: {error}") from None
-
-
-_numbers = itertools.count()
-_living = WeakValueDictionary[str, Accelerator]()
-
-
-def _accelerator_of(key: str) -> Accelerator:
-    if key not in _living:
-        raise ConfigError(
-            "Accelerator: a pickled one opens in its own process alone, while it exists.\n"
-            "  Send other processes what they need of it: its device, process_index or num_processes."
-        )
-    return _living[key]
 
 
 def name_table() -> Mapping[str, Mapping[str, str]]:

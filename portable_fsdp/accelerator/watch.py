@@ -19,7 +19,7 @@ _STEP = 3
 """The number of the point that is watched: after the begin of an epoch, and the first batch, whose step compiles."""
 
 
-class _Watch(TorchFunctionMode):
+class _ScriptMode(TorchFunctionMode):
     """A mode that begins and ends at any point of a script, also inside a mode of the script's."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _Watch(TorchFunctionMode):
         raise NotImplementedError
 
 
-class HostReads(_Watch):
+class HostReads(_ScriptMode):
     """In the second step, finds the first read before the optimizer's step, and says it once with file and line."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ _ELEMENTWISE = _PUTS | {
 """Names of torch's functions by which averages of weights are computed and put in."""
 
 
-class WholeCopies(_Watch):
+class WholeCopies(_ScriptMode):
     """Lets whole copies of weights, made before `prepare`, be averaged with the sharded ones, without gradients.
 
     Each process has such a copy, as an EMA class makes it (`shadow_params`). It stays whole: weights are gathered for

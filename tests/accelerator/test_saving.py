@@ -1,6 +1,5 @@
 """Checkpoints of accelerate scripts: they travel between engines, process 0 may save alone, hooks get whole models."""
 
-import copy
 import os
 import subprocess
 import sys
@@ -216,14 +215,14 @@ def pickle_alone(folder: Path) -> list[bool]:
         torch.save(net, folder / "net.pt")
     acc.wait_for_everyone()
     again = torch.load(folder / "net.pt", weights_only=False)
-    kept = [type(again) is Net, torch.allclose(again(x), expected), copy.deepcopy([acc])[0] is acc]
+    kept = [type(again) is Net, torch.allclose(again(x), expected)]
     acc.end_training()
     return kept
 
 
 @pytest.mark.parametrize("group", [marked(group, in_suite=True) for group in (ALONE, TWO, XLA)])
 def test_a_pickled_model_is_a_whole_one_of_the_scripts_class(group: Group, workers: GetWorkers, tmp_path: Path) -> None:
-    assert workers(group).run(pickle_alone, folder=tmp_path) == [[True] * 3] * group.processes
+    assert workers(group).run(pickle_alone, folder=tmp_path) == [[True] * 2] * group.processes
 
 
 def keep_two(folder: Path) -> list[Any]:
