@@ -53,7 +53,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         """`keeps`: gradients stay, zeroed. `before` and `after` run around what the engine does."""
         super().__init__(optimizer, device_placement=False)
         self._engine, self._keeps, self._before, self._after = engine, keeps, before, after
-        self.steps, self._had_state = 0, has_state
+        self.steps, self._had_state, self.waits = 0, has_state, False  # waits: for its model to be prepared
 
     def state_dict(self) -> dict[str, Any]:
         """As of an unprepared one: state that `prepare` allocated shows after the first step."""
@@ -61,6 +61,9 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return state if self.steps or self._had_state else {**state, "state": {}}
 
     def step(self, closure: Any = None) -> None:
+        if self.waits:
+            kind = type(self.optimizer).__name__
+            raise ConfigError(f"step: {kind} has weights of a model that isn't prepared.\n  Prepare the model too.")
         if self.gradient_state.sync_gradients:
             self._before()
             self.steps += 1
@@ -68,7 +71,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
             self._after()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        if self.gradient_state.sync_gradients:
+        if self.gradient_state.sync_gradients and not self.waits:
             self._before()
             self._engine.zero_gradients(self.optimizer, keep=self._keeps or set_to_none is False)
             self._after()
@@ -178,6 +181,10 @@ class Accelerator(accelerate.Accelerator):
         if self._autocast:
             model.forward = _in_autocast(model.forward, self.engine.device.type)
         self._saving.adopt(model)
+        for prepared in self._optimizers:
+            if getattr(prepared, "waits", False) and not self._twins.lacks(prepared.optimizer):
+                prepare_optimizer(prepared.optimizer, self.engine, self._twins)
+                cast(PreparedOptimizer, prepared).waits = False
         return _added(model, self._models)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
@@ -186,9 +193,12 @@ class Accelerator(accelerate.Accelerator):
                 self._optimizers.append(optimizer)
             return optimizer
         has_state = bool(optimizer.state)  # torch's Adagrad
-        prepare_optimizer(optimizer, self.engine, self._twins)
         around = self._begin_work, self._copies.begin
         prepared = PreparedOptimizer(optimizer, self.engine, self._keeps_gradients, *around, has_state)
+        if self._twins.lacks(optimizer):
+            prepared.waits = True
+        else:
+            prepare_optimizer(optimizer, self.engine, self._twins)
         return _added(prepared, self._optimizers)
 
     def prepare_data_loader(

@@ -27,6 +27,11 @@ class Twins:
     def add(self, old: Tensor, new: nn.Parameter) -> None:
         self._new[old] = new
 
+    def lacks(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer has weights of a model that isn't prepared yet."""
+        known = {*self._new, *self._new.values()}
+        return any(weight not in known for group in optimizer.param_groups for weight in group["params"])
+
     def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         return [self._new.get(parameter, parameter) for parameter in parameters]
 
@@ -38,7 +43,10 @@ def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, en
     it. Raises ConfigError for a model that can't be laid out.
     """
     if not isinstance(model, nn.Module):
-        return shard_model(model, config, engine)
+        made = shard_model(model, config, engine)
+        for weight in made.parameters():
+            twins.add(weight, weight)
+        return made
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise ConfigError(f"prepare: {name} is compiled.\n  Leave torch.compile out: compile={{'enabled': True}}.")

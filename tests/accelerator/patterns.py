@@ -134,6 +134,9 @@ def trained(
     if after_prepare:
         model = acc.prepare(model)
     optimizer = make(model)
+    if zero_first:
+        optimizer = acc.prepare(optimizer)  # before its model, which it waits for
+        optimizer.zero_grad()
     scheduler = schedule(optimizer) if schedule else None
     of_metric = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
     if not after_prepare:

@@ -73,6 +73,17 @@ def test_process_0_alone_puts_an_average_in(workers: GetWorkers) -> None:
     assert workers(Group("gloo", 2)).run(averaged_alone) == [True, True]
 
 
+def test_an_optimizer_without_its_model_is_refused_at_its_step() -> None:
+    from portable_fsdp import Accelerator
+    from portable_fsdp.runtime.errors import ConfigError
+
+    acc = Accelerator(device="cpu", backend="native")
+    optimizer = acc.prepare(torch.optim.AdamW(Net().parameters()))
+    with pytest.raises(ConfigError, match=r"step: AdamW has weights of a model that isn't prepared"):
+        optimizer.step()
+    acc.end_training()
+
+
 def shares() -> list[list[int]]:
     acc = accelerator()
     try:
