@@ -2,6 +2,7 @@
 XLA cut its program in two, and an average of weights that was copied before they were sharded."""
 
 import sys
+import sysconfig
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -130,9 +131,10 @@ class WholeCopies(_ScriptMode):
 
 
 def _line_of_script(frame: FrameType) -> str:
-    """File and line of the innermost frame outside of packages."""
+    """File and line of the innermost frame outside of packages and Python's library."""
     current: FrameType | None = frame
-    while current is not None and "site-packages" in current.f_code.co_filename:
+    others = ("<frozen", *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+    while current is not None and current.f_code.co_filename.startswith(others):
         current = current.f_back
     at = current or frame
     return f"{at.f_code.co_filename}:{at.f_lineno}"
