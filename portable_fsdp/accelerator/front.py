@@ -56,7 +56,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.steps, self._had_state, self.waits = 0, has_state, False  # waits: for its model to be prepared
 
     def state_dict(self) -> dict[str, Any]:
-        """As of an unprepared one: state that `prepare` allocated shows after the first step."""
+        """State that `prepare` allocated shows after the first step, as that of an unprepared optimizer."""
         state = super().state_dict()
         return state if self.steps or self._had_state else {**state, "state": {}}
 

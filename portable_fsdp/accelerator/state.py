@@ -112,7 +112,7 @@ def is_open() -> bool:
 
 
 def _accumulate(opened: Opened, steps: int) -> None:
-    """With several steps gradients stay, as inputs of the next program. Each Accelerator may have another number."""
+    """Let gradients stay with several steps, as inputs of the next program. Accelerators may have different numbers."""
     if steps > 1:
         rows = {"train.micro_batch": "1", "train.global_batch": str(opened.engine.row_shards * steps)}
         opened.engine.adopt(with_settings(opened.config, rows))
