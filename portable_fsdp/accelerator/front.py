@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
-from portable_fsdp.accelerator.prepare import Twins, prepare_model, prepare_optimizer
+from portable_fsdp.accelerator.prepare import prepare_model, prepare_optimizer
 from portable_fsdp.accelerator.rows import PreparedLoader, PreparedStream, Shards
 from portable_fsdp.accelerator.saving import Saving, StateError
 from portable_fsdp.accelerator.start import start_workers
@@ -128,7 +128,7 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError("Accelerator: dataloader_config: dispatch_batches isn't built on XLA.\n  Leave it out.")
         if self.distributed_type == DistributedType.FSDP:
             self.state.fsdp_plugin = plugin_of(self._opened)
-        self._twins, self._autocast, self._defers = Twins(), autocast and precision == "bf16", False
+        self._twins, self._autocast, self._defers = self._opened.twins, autocast and precision == "bf16", False
         self._reads, self._is_whole = HostReads(), False  # is_whole: inside of `step_function`'s
         self._graphs = GradientGraphs()
         self._pending_log: Callable[[], None] = lambda: None

@@ -26,6 +26,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from packaging.version import Version
 
 from portable_fsdp.accelerator import keep_xla_out
+from portable_fsdp.accelerator.prepare import Twins
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.describe import with_settings
@@ -52,6 +53,7 @@ class Opened(NamedTuple):
     config: Config
     arguments: Mapping[str, Any]
     processes: int  # groups of devices that get different rows, or 1
+    twins: Twins
 
 
 _opened: list[Opened] = []
@@ -101,7 +103,7 @@ def open_engine(
     engine.__enter__()
     atexit.register(close)
     is_one = processes == "one" and engine.device.type == "xla"
-    _opened.append(Opened(engine, resolved, arguments, 1 if is_one else engine.row_shards))
+    _opened.append(Opened(engine, resolved, arguments, 1 if is_one else engine.row_shards, Twins()))
     _accumulate(_opened[0], steps)
     return _opened[0]
 
