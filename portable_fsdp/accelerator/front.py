@@ -385,7 +385,8 @@ class Accelerator(accelerate.Accelerator):
     def _next_batch(self) -> None:
         """Before each batch of a prepared loader, and after the last: other processes join what process 0 does."""
         self._end_step()
-        self._copies.end()
+        if self.gradient_state.active_dataloader is None:  # after the last batch
+            self._copies.begin()
         self._saving.turns.point("its next batch")
         if self.engine.device.type == "xla":
             self._reads.begin_step()

@@ -32,12 +32,13 @@ class Position:
         self._began, self._done = None, 0
 
     def state(self, epoch: int, batches: int | None) -> dict[str, Any]:
-        """What to save; `batches`: of a whole epoch, if known. After the last one it is the next epoch's beginning."""
+        """What to save; `batches`: of a whole epoch, if known. After the last one it is the next epoch's beginning: its
+        order follows from torch's random state, which is saved too."""
         if self._resumes is not None:
             return {"epoch": epoch, "batches": self._done, "order": self._resumes}
         if self._done and self._done != batches:
             return {"epoch": epoch, "batches": self._done, "order": self._began}
-        state = self._generator.get_state() if self._generator is not None else torch.get_rng_state()
+        state = None if self._generator is None else self._generator.get_state()
         return {"epoch": epoch + bool(self._done), "batches": 0, "order": state}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ log = logging.getLogger("portable_fsdp")
 
 
 class Sizes(NamedTuple):
-    """PreparedLoader of a batch."""
+    """The rows of a batch."""
 
     own: int  # read by this process
     total: int
@@ -120,7 +120,7 @@ class PreparedStream(DataLoaderDispatcher):
         else:
             kept["batch_sampler"] = batches = cast(BatchSampler, loader.batch_sampler)
             if order[0] and isinstance(getattr(batches, "sampler", None), RandomSampler):
-                _make_seedable(batches, order[1] or torch.initial_seed())
+                _make_seedable(batches, torch.initial_seed() if order[1] is None else order[1])
         super().__init__(loader.dataset, split_batches=split, _drop_last=bool(loader.drop_last), **kept)
 
     def __iter__(self) -> Generator[Any]:
@@ -157,7 +157,10 @@ class PreparedLoader(DataLoaderShard):
         else:
             batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
             if shards.seedable and isinstance(getattr(batches, "sampler", None), RandomSampler):
-                _make_seedable(cast(BatchSampler, batches), engine.agree(shards.seed or torch.initial_seed()))
+                _make_seedable(
+                    cast(BatchSampler, batches),
+                    engine.agree(torch.initial_seed() if shards.seed is None else shards.seed),
+                )
             own = OwnBatches(cast(Any, batches), shards, self._sizes.append)
             kept["batch_sampler"] = own
             self._sampler = getattr(own.sampler, "sampler", own.sampler)
@@ -182,6 +185,7 @@ class PreparedLoader(DataLoaderShard):
     def __iter__(self) -> Generator[Any]:
         self._sizes.clear()
         self._end_step()
+        self._before_read()
         state, first = self._sync_order(), None
         for batch in super().__iter__():
             self._end_step()
@@ -240,7 +244,7 @@ class PreparedLoader(DataLoaderShard):
         else:
             torch.set_rng_state(state)
         self.position.begin(state, skipped)
-        return before if self._engine.process.index and not is_own else None
+        return None if is_own or (resumed is None and self._engine.process.index == 0) else before
 
     def place(self, batch: Any) -> Any:
         """Place tensors, nested in any way; other values stay."""

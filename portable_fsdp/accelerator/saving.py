@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
+from portable_fsdp.accelerator.random_states import RandomStates
 from portable_fsdp.accelerator.rows import PreparedLoader
 from portable_fsdp.accelerator.turns import turns_of
 from portable_fsdp.accelerator.whole import copy_of, in_own_classes, layouts, put_whole, whole
@@ -48,6 +49,7 @@ class Saving:
         self._accelerator, self._engine, self._config = accelerator, engine, config
         self._models: list[nn.Module] = []  # all that were prepared: their numbers name them to other processes
         self.turns = turns_of(engine, config.run.peer_timeout_s)
+        self.random = RandomStates(engine)
         self._value = torch.empty(0)  # that process 0 puts into a weight
         actions = {"state_dict": self._state_dict, "put": self._put, "pickle": self._copy}
         actions |= {"save_state": self._save, "load_state": self._load}
@@ -193,6 +195,8 @@ class Saving:
                 raise StateError(f"load_state: {folder} has no checkpoint.\n  Pass a folder of save_state.")
             on_process_0(self._engine, lambda: require_weights(point.path, [*self._named_models()], elsewhere))
             checkpoints.load(point, self._named_models(), self._inner_optimizers(), objects)
+        if not weights_only:
+            self.random.set()
 
     def _open(
         self, folder: str, elsewhere: Collection[str], load: Literal["all", "weights_only"] = "all"
@@ -228,6 +232,7 @@ class Saving:
         accelerator = self._accelerator
         return {
             "accelerator": _Counters(accelerator, self._optimizers()),
+            "random": self.random,
             **_numbered("scheduler", accelerator._schedulers),
             **_numbered("loader", [_LoaderState(loader, self._engine) for loader in accelerator._dataloaders]),
             **_numbered("object", accelerator._custom_objects),

@@ -11,13 +11,11 @@ divided by `num_items_in_batch` over processes; means are weighed by the rows of
 import copy
 import functools
 import os
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -73,8 +71,7 @@ class PortableTrainer(Base):
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False  # Trainer's own code for them
         self._window: deque[Sizes | None] = deque()  # the rows of each batch that Trainer has fetched
         self._evaluated: list[tuple[Tensor, int]] = []  # the loss of each batch, and its rows
-        self._carried = _Carried(self)
-        self.accelerator.register_for_checkpointing(self._carried)
+        self.accelerator.register_for_checkpointing(_Schedule(self))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model on the host: each device gets its shards from there."""
@@ -189,7 +186,6 @@ class PortableTrainer(Base):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._carried.take()
         self.accelerator.save_state(os.path.join(output_dir, STATE_FOLDER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -201,7 +197,7 @@ class PortableTrainer(Base):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            self._carried.set_random_states()
+            self.accelerator._saving.random.set()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Check the folder: its weights come with the optimizer's state, once the model is sharded."""
@@ -218,43 +214,17 @@ class PortableTrainer(Base):
         self.accelerator._saving.load(folder, weights_only=True)
 
 
-class _Carried:
-    """What a Trainer adds to a checkpoint: its schedule, and process 0's random states."""
+class _Schedule:
+    """Trainer's schedule as an object of a checkpoint: it may be made after a load is prepared."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._random = trainer, dict[str, Any]()
-
-    def take(self) -> None:
-        """Read process 0's random states, for the next save. *collective*"""
-        name, keys, *rest = np.random.get_state()
-        version, numbers, gauss = random.getstate()
-        own: dict[str, Any] = {
-            "python": [version, torch.tensor(numbers), gauss],
-            "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest],
-            "torch": torch.get_rng_state(),
-        }
-        if torch.cuda.is_available():
-            own["cuda"] = torch.cuda.get_rng_state()
-        self._random = self._trainer.accelerator.engine.agree(own)
-
-    def set_random_states(self) -> None:
-        """Set those that a load has read."""
-        if not self._random:
-            return
-        version, numbers, gauss = self._random["python"]
-        random.setstate((version, tuple(numbers.tolist()), gauss))
-        name, keys, *rest = self._random["numpy"]
-        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-        torch.set_rng_state(self._random["torch"])
-        if "cuda" in self._random and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self._random["cuda"])
+        self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scheduler": self._trainer.lr_scheduler.state_dict(), "random": self._random}
+        return self._trainer.lr_scheduler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._trainer.lr_scheduler.load_state_dict(state["scheduler"])
-        self._random = dict(state["random"])
+        self._trainer.lr_scheduler.load_state_dict(state)
 
 
 # --------------------------------------------------------------------------------------------------- skipped batches
