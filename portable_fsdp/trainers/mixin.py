@@ -26,6 +26,7 @@ from portable_fsdp.accelerator.rows import PreparedLoader, Sizes
 from portable_fsdp.checkpoint import manifests
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.trainers.arguments import accelerator_of, keep_transformers_off_xla, storable
+from portable_fsdp.trainers.of_trl import gather_head, is_of_trl
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -117,6 +118,8 @@ class PortableTrainer(Base):
         keep = self.args.gradient_accumulation_steps > 1
         engine, optimizer = self.accelerator.engine, cast(Any, self.optimizer).optimizer
         model.zero_grad = lambda set_to_none=True: engine.zero_gradients(optimizer, keep=keep)  # Trainer calls it
+        if is_of_trl(type(self)):
+            gather_head(model)
         return model, loader
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -133,6 +136,8 @@ class PortableTrainer(Base):
     def _is_sum(self, num_items_in_batch: Any) -> bool:
         """Whether Trainer's loss is this process's part of the global one, times the number of processes."""
         divides = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if self.loss_is_scaled_for_ga is False:  # a subclass whose own loss is a mean over rows
+            return False
         return bool(self.args.average_tokens_across_devices and divides and num_items_in_batch is not None)
 
     def _weight(self, rows: Sizes | None, is_sum: bool) -> float:
