@@ -74,6 +74,7 @@ class PortableTrainer(Base):
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False  # Trainer's own code for them
         self._window: deque[Sizes | None] = deque()  # the rows of each batch that Trainer has fetched
         self._evaluated: list[tuple[Tensor, int]] = []  # the loss of each batch, and its rows
+        self._items: Any = None  # the number of items of the batch that is evaluated now
         self._carried = _Carried(self)
         self.accelerator.register_for_checkpointing(self._carried)
 
@@ -133,6 +134,11 @@ class PortableTrainer(Base):
             self.accelerator.engine.end_step()
         return loss * self._weight(rows, is_sum)
 
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._items is not None:
+            kwargs["num_items_in_batch"] = self._items  # trl's evaluation leaves it out
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
     def _is_sum(self, num_items_in_batch: Any) -> bool:
         """Whether Trainer's loss is this process's part of the global one, times the number of processes."""
         divides = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
@@ -156,7 +162,9 @@ class PortableTrainer(Base):
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         rows = self._rows(inputs)
         number = self._get_num_items_in_batch([inputs], self.args.device) if self.label_names else None
+        self._items = number
         loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
+        self._items = None
         if loss is not None:
             weight = self._weight(rows, self._is_sum(number)) / self.accelerator.num_processes
             loss = self.accelerator.reduce(loss * weight, "sum")
