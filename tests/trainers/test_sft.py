@@ -3,6 +3,7 @@
 import os
 import random
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +23,7 @@ class Rows(NamedTuple):
     """A kind of rows, and the settings of its config."""
 
     kind: str
-    settings: dict[str, Any] = {}
+    settings: Mapping[str, Any] = {}
     lora: bool = False
     reference: bool = False
 
