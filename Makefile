@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 # Each test starts processes, which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 TORCH_LATEST := 2.13.0
+# SFTTrainer and DPOTrainer of a Trainer script: tests/trainers/test_sft.py.
+TRL := trl>=1.16,<1.17
 # 0.18 needs a newer torch than torch_xla's.
 TORCHAO := torchao<0.18
 # Half of train.steps in configs/quickstart.yaml; tests/test_docs.py compares them.
@@ -95,7 +97,7 @@ site: env  ## builds the documentation site in site/, offline; a warning is an e
 env-latest: .venv-latest/.installed  ## the environment .venv-latest: the newest torch, no torch_xla
 
 test-latest: env-latest  ## what rests most on torch, with the newest one
-	$(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof" $(ON_TORCH)
+	TEST_TRL=1 $(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof" $(ON_TORCH) tests/trainers/test_sft.py
 
 proof-latest: env-latest  ## all that rests on torch, with the newest one
 	$(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof" $(MORE_ON_TORCH)
@@ -137,6 +139,7 @@ endef
 
 .venv-latest/.installed: pyproject.toml
 	$(call INSTALL_TORCH,$(LATEST),$(PYTHON),$(TORCH_LATEST))
+	$(LATEST) -m pip install --quiet '$(TRL)'
 
 .venv-py312/.installed: pyproject.toml
 	$(call INSTALL_TORCH,$(PY312),$(PYTHON312),$(TORCH_PY312))

@@ -334,7 +334,7 @@ class Accelerator(accelerate.Accelerator):
             self._saving.turns.point("gather_for_metrics")
             if use_gather_object or not any(isinstance(value, Tensor) for value in tree_leaves(input_data)):
                 return [each for part in self.engine.gather(input_data[: rows.own]) for each in part]
-            own = recursively_apply(lambda value: value.detach().cpu()[: rows.own], input_data)
+            own = recursively_apply(lambda value: torch.atleast_1d(value.detach().cpu())[: rows.own], input_data)
             return send_to_device(concatenate(self.engine.gather(own)), self.device)
         return super().gather_for_metrics(input_data, use_gather_object)
 

@@ -81,9 +81,8 @@ def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, en
         return values[fqn][slices].clone()
 
     engine.shard_model(model, shard_policy(config, model), fill)
-    if (
-        isinstance(model, FSDPModule) and hasattr(model, "peft_config") and hasattr(model, "generate")
-    ):  # its generate runs the inner model alone
+    # peft's generate runs the inner model alone; a model with injected adapters may have none.
+    if isinstance(model, FSDPModule) and hasattr(model, "peft_config") and hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
     for fqn, weight in model.named_parameters():
         twins.add(olds[fqn], weight)

@@ -120,7 +120,7 @@ class PreparedStream(DataLoaderDispatcher):
         else:
             kept["batch_sampler"] = batches = cast(BatchSampler, loader.batch_sampler)
             if order[0] and isinstance(getattr(batches, "sampler", None), RandomSampler):
-                _make_seedable(batches, torch.initial_seed() if order[1] is None else order[1])
+                _make_seedable(batches, _seed(order[1]))
         super().__init__(loader.dataset, split_batches=split, _drop_last=bool(loader.drop_last), **kept)
 
     def __iter__(self) -> Generator[Any]:
@@ -159,7 +159,7 @@ class PreparedLoader(DataLoaderShard):
             if shards.seedable and isinstance(getattr(batches, "sampler", None), RandomSampler):
                 _make_seedable(
                     cast(BatchSampler, batches),
-                    engine.agree(torch.initial_seed() if shards.seed is None else shards.seed),
+                    engine.agree(_seed(shards.seed)),
                 )
             own = OwnBatches(cast(Any, batches), shards, self._sizes.append)
             kept["batch_sampler"] = own
@@ -259,6 +259,10 @@ class PreparedLoader(DataLoaderShard):
             raise ConfigError("total_batch_size: this loader's batches have no fixed size.")
         many = 1 if self._shards.split or self._is_stream else self._shards.total
         return size * many
+
+
+def _seed(given: int | None) -> int:
+    return torch.initial_seed() if given is None else given
 
 
 def _make_seedable(batches: BatchSampler, seed: int) -> None:

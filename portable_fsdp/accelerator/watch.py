@@ -88,8 +88,8 @@ class WholeCopies(_ScriptMode):
 
     Each process has such a copy, as an EMA class makes it (`shadow_params`). It stays whole: weights are gathered for
     it, one operation at a time. *collective* `put(weight, whole)` overwrites a weight. It is on from an optimizer's
-    step, a loader's end or a forward without gradients to the next batch, forward or backward, and where scripts save: it
-    slows each of torch's functions. For other operations of both, torch raises its error.
+    step, a loader's end or a forward without gradients to the next batch, forward or backward, and where scripts save:
+    it slows each of torch's functions. For other operations of both, torch raises its error.
     """
 
     def __init__(self, put: Callable[[DTensor, Tensor], None]) -> None:

@@ -42,7 +42,8 @@ def find_layers(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
 def _repeated(model: nn.Module) -> list[str]:
     """Return the classes of blocks that a list of modules holds several times; a block has modules inside."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
-    counts = Counter(type(m).__name__ for members in lists for m in members if any(True for _ in m.children()))
+    blocks = [m for each in lists for m in each if not isinstance(m, nn.ModuleList | nn.ModuleDict)]  # without forward
+    counts = Counter(type(m).__name__ for m in blocks if any(True for _ in m.children()))
     return [name for name, count in counts.items() if count > 1]
 
 

@@ -1,7 +1,8 @@
 """transformers' Trainer on this library's engines: `class MyTrainer(on_portable(Trainer))`.
 
 `arguments.py` makes the Accelerator from TrainingArguments, and refuses what no engine honours; `mixin.py` has the
-methods of Trainer that differ here. Nothing else in the package imports them, or transformers' Trainer.
+methods of Trainer that differ here; `of_trl.py` has what trl's trainers need besides. Nothing else in the package
+imports them, or transformers' Trainer.
 """
 
 from typing import Any, TypeVar

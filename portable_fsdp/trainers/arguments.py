@@ -23,6 +23,7 @@ from portable_fsdp.accelerator.front import Accelerator
 from portable_fsdp.accelerator.state import is_open
 from portable_fsdp.convert.table import TRAINER, KeyOutcome, UnreadableValue, find, outcome_of
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.trainers.of_trl import wrong_for_trl
 
 log = logging.getLogger("portable_fsdp")
 
@@ -107,6 +108,7 @@ def accelerator_of(args: Any, model: Any, options: Mapping[str, Any]) -> Acceler
     accelerator.gradient_accumulation_steps = 1  # Trainer divides the loss; the engine knows the number
     devices, is_xla = accelerator.engine.row_shards, accelerator.engine.device.type == "xla"
     _refuse(_wrong_on(args, devices, is_xla))
+    _refuse(wrong_for_trl(args, devices, is_xla))
     _fit(args, accelerator.device, is_xla)
     return accelerator
 

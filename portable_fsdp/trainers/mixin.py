@@ -24,6 +24,7 @@ from portable_fsdp.accelerator.rows import PreparedLoader, Sizes
 from portable_fsdp.checkpoint import manifests
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.trainers.arguments import accelerator_of, keep_transformers_off_xla, storable
+from portable_fsdp.trainers.of_trl import gather_head, is_of_trl
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -71,6 +72,9 @@ class PortableTrainer(Base):
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False  # Trainer's own code for them
         self._window: deque[Sizes | None] = deque()  # the rows of each batch that Trainer has fetched
         self._evaluated: list[tuple[Tensor, int]] = []  # the loss of each batch, and its rows
+        self._items: Any = None  # the number of items of the batch that is evaluated now
+        self._own_rows: Sizes | None = None  # of the running batch
+        self._sums = False  # its loss was a sum, divided by the number of items of the whole step
         self.accelerator.register_for_checkpointing(_Schedule(self))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -114,22 +118,44 @@ class PortableTrainer(Base):
         keep = self.args.gradient_accumulation_steps > 1
         engine, optimizer = self.accelerator.engine, cast(Any, self.optimizer).optimizer
         model.zero_grad = lambda set_to_none=True: engine.zero_gradients(optimizer, keep=keep)  # Trainer calls it
+        if is_of_trl(type(self)):
+            gather_head(model)
         return model, loader
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        rows = self._window.popleft() if self._window else None
-        is_sum = self._is_sum(num_items_in_batch)
-        loader: Any = self.accelerator.gradient_state.active_dataloader
-        if hasattr(loader, "rows"):  # `backward` weighs by them; Trainer may have fetched other batches since
-            loader.rows = None if is_sum else rows
+        rows = self._own_rows = self._window.popleft() if self._window else None
+        self._weigh_by(rows, is_sum=False)
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not self.accelerator.sync_gradients:
             self.accelerator.engine.end_step()
-        return loss * self._weight(rows, is_sum)
+        return loss * self._weight(rows, self._sums)
 
-    def _is_sum(self, num_items_in_batch: Any) -> bool:
-        """Whether Trainer's loss is this process's part of the global one, times the number of processes."""
+    def _weigh_by(self, rows: Sizes | None, *, is_sum: bool) -> None:
+        """Let `backward` weigh by these rows; Trainer may have fetched other batches since."""
+        self._sums = is_sum
+        loader: Any = self.accelerator.gradient_state.active_dataloader
+        if hasattr(loader, "rows"):
+            loader.rows = None if is_sum else rows
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._items is not None:
+            kwargs["num_items_in_batch"] = self._items  # trl's evaluation leaves it out
+        many, number = self.accelerator.num_processes, kwargs.get("num_items_in_batch")
+        if many == 1 or not self._multiplies(number):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        kwargs["num_items_in_batch"] = noted = Noted.of(number)
+        result: Any = super().compute_loss(model, inputs, *args, **kwargs)
+        self._weigh_by(self._own_rows, is_sum=noted.was_read())
+        if self._sums:
+            return result
+        # A model that takes the number, and gives a mean of its own: Trainer has multiplied it for nothing.
+        return (result[0] / many, *result[1:]) if isinstance(result, tuple) else result / many
+
+    def _multiplies(self, num_items_in_batch: Any) -> bool:
+        """Whether Trainer multiplies the loss by the number of processes, as a part of the global one."""
         divides = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if self.loss_is_scaled_for_ga is False:  # a subclass whose own loss is a mean over rows
+            return False
         return bool(self.args.average_tokens_across_devices and divides and num_items_in_batch is not None)
 
     def _weight(self, rows: Sizes | None, is_sum: bool) -> float:
@@ -148,9 +174,11 @@ class PortableTrainer(Base):
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         rows = self._rows(inputs)
         number = self._get_num_items_in_batch([inputs], self.args.device) if self.label_names else None
+        self._items, self._own_rows, self._sums = number, rows, False
         loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
+        self._items = None
         if loss is not None:
-            weight = self._weight(rows, self._is_sum(number)) / self.accelerator.num_processes
+            weight = self._weight(rows, self._sums) / self.accelerator.num_processes
             loss = self.accelerator.reduce(loss * weight, "sum")
             self._evaluated.append((loss, rows.total if rows else 1))
         return (loss, *others)
@@ -212,6 +240,45 @@ class PortableTrainer(Base):
         """Load the weights of the best evaluation. *collective*"""
         folder = os.path.join(str(self.state.best_model_checkpoint), STATE_FOLDER)
         self.accelerator._saving.load(folder, weights_only=True)
+
+
+_ARITHMETIC = (
+    "div",
+    "true_divide",
+    "__truediv__",
+    "__rtruediv__",
+    "__itruediv__",
+    "div_",
+    "mul",
+    "__mul__",
+    "__rmul__",
+)
+_READS = {*_ARITHMETIC, "item", "tolist", "__int__", "__float__", "__index__", "reciprocal"}
+
+
+class Noted(Tensor):
+    """A 0-dim number that notes whether a loss computes with it, also after a cast or a copy to a device."""
+
+    _flag: list[bool]
+
+    @staticmethod
+    def of(value: Any, flag: list[bool] | None = None) -> "Noted":
+        noted = torch.as_tensor(value).as_subclass(Noted)
+        noted._flag = [False] if flag is None else flag
+        return noted
+
+    def was_read(self) -> bool:
+        return self._flag[0]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flags = [value._flag for value in args if isinstance(value, Noted) and hasattr(value, "_flag")]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        for flag in flags:
+            flag[0] |= getattr(func, "__name__", "") in _READS
+        plain = isinstance(result, Tensor) and not isinstance(result, Noted)
+        return Noted.of(result, flags[0]) if plain and flags and result.dim() == 0 and not flags[0][0] else result
 
 
 class _Schedule:

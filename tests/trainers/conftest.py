@@ -1,9 +1,12 @@
 """Worker processes of tests/backends, for the tests of this folder."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 from workers import Group, Workers
+
+collect_ignore = [] if os.environ.get("TEST_TRL") else ["test_sft.py"]  # trl is in one environment (make env-latest)
 
 
 @pytest.fixture(scope="package")

@@ -1,0 +1,149 @@
+"""trl's SFTTrainer and DPOTrainer on both engines, against the same class alone with the same global batch."""
+
+import os
+import random
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import pytest
+from jobs import device_count
+from trainer_runs import CASES, model_of, plain_class
+from trainer_runs import _counting as counting
+from workers import GetWorkers, Group, JobFailed, marked
+
+TWO, XLA = Group("gloo", 2), Group("xla", 4)
+BATCH, LENGTH = 8, 24
+
+
+class Rows(NamedTuple):
+    """A kind of rows, and the settings of its config."""
+
+    kind: str
+    settings: Mapping[str, Any] = {}
+    lora: bool = False
+    reference: bool = False
+
+
+FIXED = {"max_length": LENGTH, "pad_to_multiple_of": LENGTH}
+KINDS = {
+    "texts": Rows("text", FIXED),
+    "bfd": Rows("text", {"packing": True, "max_length": LENGTH}),
+    "wrapped": Rows("text", {"packing": True, "packing_strategy": "wrapped", "max_length": LENGTH}),
+    "chats": Rows("messages", FIXED),
+    "completions": Rows("completion", FIXED | {"eval_strategy": "steps", "eval_steps": 5}),
+    "lora": Rows("text", FIXED, lora=True),
+    "dpo": Rows("chosen", {"dataloader_drop_last": True}, reference=True),
+    "dpo lora": Rows("chosen", {"dataloader_drop_last": True}, lora=True),
+}
+ON_XLA = [marked(XLA, name, in_suite=name == "texts") for name in ("texts", "wrapped", "chats", "completions", "lora")]
+REFUSED = {
+    "bfd": (XLA, {}, "packing_strategy='wrapped'"),
+    "texts": (XLA, {"pad_to_multiple_of": None}, "each length would be another program"),
+    "dpo": (XLA, {}, "by a mask, whose size XLA compiles anew"),
+    "dpo lora": (TWO, {"dataloader_drop_last": False}, "dataloader_drop_last=True"),
+}
+
+
+def tokenizer() -> Any:
+    """A token for each letter, and a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<eos>", "<user>", "<assistant>", *"0123456789+=."]
+    made = Tokenizer(models.WordLevel({name: at for at, name in enumerate(names)}, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    extra: Any = {"additional_special_tokens": ["<user>", "<assistant>"]}
+    words = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", **extra)
+    words.chat_template = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<eos>' }}{% endfor %}"
+    return words
+
+
+def rows_of(kind: str) -> Any:
+    from datasets import Dataset
+
+    draw, rows = random.Random(0), list[dict[str, Any]]()
+    for _ in range(90):
+        left, right = draw.randrange(1000), draw.randrange(100)
+        question, answer = f"{left}+{right}=", f"{left + right}" + "." * draw.randrange(8)
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        made: dict[str, Any] = {"text": {"text": question + answer}, "messages": {"messages": turns}}
+        made["completion"] = {"prompt": question, "completion": answer}
+        made["chosen"] = {"prompt": question, "chosen": answer, "rejected": answer[::-1] + "+"}
+        rows.append(made[kind])
+    return Dataset.from_list(rows)
+
+
+def run(name: str, folder: Path, alone: bool, **more: Any) -> tuple[dict[str, float], int]:
+    """Step and name -> number, and how many programs XLA has compiled after the third step."""
+    case = KINDS[name]
+    plain_class()  # keeps XLA out of transformers
+    import trl
+
+    from portable_fsdp.trainers import on_portable
+
+    is_dpo = case.kind == "chosen"
+    config, trainer = (trl.DPOConfig, trl.DPOTrainer) if is_dpo else (trl.SFTConfig, trl.SFTTrainer)
+    each = BATCH // (1 if alone else device_count())
+    settings: dict[str, Any] = {"max_steps": 10, "logging_steps": 1, "save_strategy": "no", "report_to": []}
+    settings |= {"learning_rate": 1e-2, "bf16": False, "use_cpu": True, "disable_tqdm": True, **case.settings, **more}
+    sizes = {"per_device_train_batch_size": each, "per_device_eval_batch_size": each}
+    extra: dict[str, Any] = {"ref_model": model_of(CASES["plain"])} if case.reference else {}
+    if case.lora:
+        from peft import LoraConfig
+
+        extra["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    if "eval_strategy" in settings:
+        extra["eval_dataset"] = rows_of(case.kind).select(range(21))
+    args = config(output_dir=str(folder), **sizes, **settings)
+    data: dict[str, Any] = {"train_dataset": rows_of(case.kind), "processing_class": tokenizer()}
+    if not alone:
+        start = {"device": os.environ["GROUP_DEVICE"], "backend": os.environ["GROUP_BACKEND"]}
+        trainer = on_portable(trainer, **start, num_devices=device_count())
+    made: Any = trainer(model=model_of(CASES["plain"]), args=args, **data, **extra)
+    programs: list[int] = []
+    try:
+        if not alone:
+            made.add_callback(counting(programs))
+        made.train()
+    finally:
+        if not alone:
+            made.accelerator.end_training()
+    names = ("loss", "eval_loss", "grad_norm", "num_tokens")
+    log = made.state.log_history
+    curve = {f"{entry['step']} {key}": entry[key] for entry in log for key in names if key in entry}
+    return curve, 0 if alone else programs[-1] - programs[2]
+
+
+@cache
+def curve_alone(name: str) -> dict[str, float]:
+    with TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return run(name, Path(folder), alone=True)[0]
+
+
+@pytest.mark.parametrize(("group", "name"), [*(marked(TWO, name, in_suite=True) for name in KINDS), *ON_XLA])
+def test_the_losses_are_those_of_trl_alone(group: Group, name: str, workers: GetWorkers, tmp_path: Path) -> None:
+    expected = curve_alone(name)
+    for curve, late in workers(group).run(run, name=name, folder=tmp_path, alone=False):
+        assert curve.keys() == expected.keys()
+        for key, value in expected.items():
+            tolerance = 1e-4 if key.endswith("grad_norm") else 1e-5
+            assert curve[key] == pytest.approx(value, rel=tolerance), key
+        assert late == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "settings", "message"),
+    [marked(at[0], name, *at[1:], in_suite=True) for name, at in REFUSED.items()],
+)
+def test_what_an_engine_cannot_do_is_refused(
+    group: Group, name: str, settings: dict[str, Any], message: str, workers: GetWorkers, tmp_path: Path
+) -> None:
+    with pytest.raises(JobFailed) as failure:
+        workers(group).run(run, name=name, folder=tmp_path, alone=False, **settings)
+    assert failure.value.kind == "ConfigError"
+    assert message in failure.value.message
