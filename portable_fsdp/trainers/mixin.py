@@ -242,18 +242,10 @@ class PortableTrainer(Base):
         self.accelerator._saving.load(folder, weights_only=True)
 
 
-_ARITHMETIC = (
-    "div",
-    "true_divide",
-    "__truediv__",
-    "__rtruediv__",
-    "__itruediv__",
-    "div_",
-    "mul",
-    "__mul__",
-    "__rmul__",
-)
-_READS = {*_ARITHMETIC, "item", "tolist", "__int__", "__float__", "__index__", "reciprocal"}
+_READS = {
+    *("div", "div_", "true_divide", "__truediv__", "__rtruediv__", "__itruediv__", "mul", "__mul__", "__rmul__"),
+    *("reciprocal", "item", "tolist", "__int__", "__float__", "__index__"),
+}
 
 
 class Noted(Tensor):

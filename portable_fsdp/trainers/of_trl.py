@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -22,8 +22,10 @@ def gather_head(model: Any) -> None:
     """
     if next(model.parameters()).device.type == "xla":
         log.info("trl counts tokens, entropy and accuracy in its loss: each step on XLA ends a program after forward")
-    head = model.get_output_embeddings()
-    if not isinstance(head, FSDPModule) or not any(weight.requires_grad for weight in head.parameters()):
+    head: Any = model.get_output_embeddings()
+    if not isinstance(head, FSDPModule) or not any(
+        weight.requires_grad for weight in cast(nn.Module, head).parameters()
+    ):
         return
 
     def gather(*_: Any) -> None:

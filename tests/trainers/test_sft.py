@@ -81,7 +81,7 @@ def run(name: str, folder: Path, alone: bool, **more: Any) -> tuple[dict[str, fl
     """Step and name -> number, and how many programs XLA has compiled after the third step."""
     case = KINDS[name]
     plain_class()  # keeps XLA out of transformers
-    import trl
+    import trl  # pyright: ignore[reportMissingImports] # in one environment
 
     from portable_fsdp.trainers import on_portable
 
