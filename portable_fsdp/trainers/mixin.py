@@ -75,7 +75,7 @@ class PortableTrainer(Base):
         self._items: Any = None  # the number of items of the batch that is evaluated now
         self._own_rows: Sizes | None = None  # of the running batch
         self._sums = False  # its loss was a sum, divided by the number of items of the whole step
-        self.accelerator.register_for_checkpointing(_Schedule(self))
+        self.accelerator.register_for_checkpointing(_TrainersSchedule(self))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model on the host: each device gets its shards from there."""
@@ -145,7 +145,9 @@ class PortableTrainer(Base):
             return super().compute_loss(model, inputs, *args, **kwargs)
         kwargs["num_items_in_batch"] = noted = Noted.of(number)
         result: Any = super().compute_loss(model, inputs, *args, **kwargs)
-        self._weigh_by(self._own_rows, is_sum=noted.was_read())
+        self._sums = noted.was_read()
+        if self._items is None:  # a training step
+            self._weigh_by(self._own_rows, is_sum=self._sums)
         if self._sums:
             return result
         # A model that takes the number, and gives a mean of its own: Trainer has multiplied it for nothing.
@@ -273,7 +275,7 @@ class Noted(Tensor):
         return Noted.of(result, flags[0]) if plain and flags and result.dim() == 0 and not flags[0][0] else result
 
 
-class _Schedule:
+class _TrainersSchedule:
     """Trainer's schedule as an object of a checkpoint: it may be made after a load is prepared."""
 
     def __init__(self, trainer: Any) -> None:

@@ -252,7 +252,7 @@ def keep_two(folder: Path) -> list[Any]:
         with pytest.raises(CheckpointError, match=message):
             cast(Callable[[], None], wrong)()
     acc.register_for_checkpointing(Counter())
-    with pytest.raises(CheckpointError, match="it holds the objects accelerator; this run has"):
+    with pytest.raises(CheckpointError, match="it holds the objects accelerator, random; this run has"):
         acc.load_state(str(folder / "checkpoints/checkpoint_2"))
     acc.end_training()
     return kept
