@@ -97,10 +97,12 @@ site: env  ## builds the documentation site in site/, offline; a warning is an e
 env-latest: .venv-latest/.installed  ## the environment .venv-latest: the newest torch, no torch_xla
 
 test-latest: env-latest  ## what rests most on torch, with the newest one
-	TEST_TRL=1 $(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof" $(ON_TORCH) tests/trainers/test_sft.py
+	$(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof" $(ON_TORCH)
 
-proof-latest: env-latest  ## all that rests on torch, with the newest one
+proof-latest: env-latest  ## all that rests on torch, with the newest one; trl's trainers
 	$(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof" $(MORE_ON_TORCH)
+	$(LATEST) -m pip install --quiet '$(TRL)'
+	TEST_TRL=1 $(LATEST) -m pytest -m "not xla and not proof" tests/trainers/test_sft.py
 
 env-py312: .venv-py312/.installed  ## the environment .venv-py312: Python 3.12 and torch 2.11
 
@@ -139,7 +141,6 @@ endef
 
 .venv-latest/.installed: pyproject.toml
 	$(call INSTALL_TORCH,$(LATEST),$(PYTHON),$(TORCH_LATEST))
-	$(LATEST) -m pip install --quiet '$(TRL)'
 
 .venv-py312/.installed: pyproject.toml
 	$(call INSTALL_TORCH,$(PY312),$(PYTHON312),$(TORCH_PY312))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from workers import Group, Workers
 
-collect_ignore = [] if os.environ.get("TEST_TRL") else ["test_sft.py"]  # trl is in one environment (make env-latest)
+collect_ignore = [] if os.environ.get("TEST_TRL") else ["test_sft.py"]  # make proof-latest installs trl
 
 
 @pytest.fixture(scope="package")
