@@ -238,7 +238,7 @@ class XlaBackend(PjrtBackend):
 
         parameters, layouts = dict(model.named_parameters()), self._layouts[model]
         optimizer = self._make_optimizer(model, make, groups, parameters, zeros)
-        self._keep_gradients((parameter, layouts[fqn]) for fqn, parameter in parameters.items())
+        self._keep_gradients((parameters[fqn], spec) for fqn, spec in layouts.items() if fqn in parameters)
         return optimizer
 
     def _keep_gradients(self, parameters: Iterable[tuple[Tensor, Spec]]) -> None:
