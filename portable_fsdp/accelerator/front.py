@@ -193,8 +193,14 @@ class Accelerator(accelerate.Accelerator):
                 self._optimizers.append(optimizer)
             return optimizer
         has_state = bool(optimizer.state)  # torch's Adagrad
-        around = self._begin_work, self._copies.begin
-        prepared = PreparedOptimizer(optimizer, self.engine, self._keeps_gradients, *around, has_state)
+        prepared = PreparedOptimizer(
+            optimizer,
+            self.engine,
+            keeps=self._keeps_gradients,
+            before=self._begin_work,
+            after=self._copies.begin,
+            has_state=has_state,
+        )
         if self._twins.lacks(optimizer):
             prepared.waits = True
         else:
@@ -219,8 +225,10 @@ class Accelerator(accelerate.Accelerator):
         own = tuple(range(part.index * each, part.index * each + each))
         splits = self.split_batches or count == 1  # one device completes no batch, as there
         shards = Shards(own, count, splits, self.even_batches, *order)
-        around = self._begin_work, self._next_batch
-        return _added(PreparedLoader(data_loader, self.engine, shards, *around), self._dataloaders)
+        loader = PreparedLoader(
+            data_loader, self.engine, shards, before_read=self._begin_work, end_step=self._next_batch
+        )
+        return _added(loader, self._dataloaders)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         prepared = super().prepare_scheduler(scheduler)

@@ -52,11 +52,11 @@ def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, en
         raise ConfigError(f"prepare: {name} is compiled.\n  Leave torch.compile out: compile={{'enabled': True}}.")
     if engine.device.type == "xla":
         _refuse_recomputing(model)
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.register_forward_pre_hook(_narrow)
     if getattr(model, "hf_device_map", None) and len({*cast(Any, model).hf_device_map.values()}) > 1:
         raise ConfigError(f"prepare: {name} lies on several devices (device_map).\n  Load it without device_map.")
-    for module in model.modules() if engine.device.type == "xla" else ():
-        if isinstance(module, nn.Embedding):
-            module.register_forward_pre_hook(_narrow)
     _initialise(model)
     olds, values = dict[str, nn.Parameter](), dict[str, Tensor]()
     for fqn, slots in parameter_slots(model).items():
@@ -101,8 +101,8 @@ def _refuse_recomputing(model: nn.Module) -> None:
             "gradient_checkpointing_enable() out: Accelerator(memory={'gradient_checkpointing': 'full'})."
         )
 
-    name = "is_activation_checkpointing"  # until transformers 5.23: is_gradient_checkpointing
-    if getattr(model, name if hasattr(model, name) else "is_gradient_checkpointing", False):
+    flag = "is_activation_checkpointing"  # until transformers 5.23: is_gradient_checkpointing
+    if getattr(model, flag if hasattr(model, flag) else "is_gradient_checkpointing", False):
         refuse()
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         if hasattr(model, name):

@@ -33,7 +33,7 @@ class _ScriptMode(TorchFunctionMode):
             self._is_entered = True
             self.__enter__()
 
-    def _end(self) -> None:
+    def end(self, *_: Any) -> None:
         self._is_on = False
         if self._is_entered and _get_current_function_mode() is self:  # else the script's would be taken off
             self._is_entered = False
@@ -47,7 +47,10 @@ class _ScriptMode(TorchFunctionMode):
 
 
 class HostReads(_ScriptMode):
-    """In the second step, finds the first read before the optimizer's step, and says it once with file and line."""
+    """In the second step, finds the first read before the optimizer's step, and says it once with file and line.
+
+    It ends where an optimizer steps, or the step ends: what is read from then on cuts nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,10 +61,6 @@ class HostReads(_ScriptMode):
         self._step += 1
         if self._step == _STEP:
             self._begin()
-
-    def end(self) -> None:
-        """An optimizer steps, or the step ends: what is read from now on cuts nothing."""
-        self._end()
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._has_said and func in _READS and isinstance(args[0], Tensor) and args[0].device.type == "xla":
@@ -107,9 +106,6 @@ class WholeCopies(_ScriptMode):
     def begin(self) -> None:
         if self._is_used:
             self._begin()
-
-    def end(self, *_: Any) -> None:
-        self._end()
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")

@@ -59,7 +59,7 @@ class PortableTrainer(Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         from transformers import TrainingArguments
 
-        def own(value: Any) -> Any:  # what changes there is of this Trainer alone
+        def own(value: Any) -> Any:  # so that our changes stay with this Trainer
             return copy.copy(value) if isinstance(value, TrainingArguments) else value
 
         super().__init__(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
@@ -73,7 +73,6 @@ class PortableTrainer(Base):
         self._window: deque[Sizes | None] = deque()  # the rows of each batch that Trainer has fetched
         self._evaluated: list[tuple[Tensor, int]] = []  # the loss of each batch, and its rows
         self._items: Any = None  # the number of items of the batch that is evaluated now
-        self._own_rows: Sizes | None = None  # of the running batch
         self._sums = False  # its loss was a sum, divided by the number of items of the whole step
         self.accelerator.register_for_checkpointing(_TrainersSchedule(self))
 
@@ -99,7 +98,7 @@ class PortableTrainer(Base):
         self._window.clear()
         rows = _noted(epoch_iterator, lambda batch: self._window.append(self._rows(batch)))
         batches = super().get_batch_samples(rows, *args, **kwargs)
-        self.accelerator.engine.end_step()  # the number of items is a program of its own
+        self.accelerator.engine.end_step()  # counting the items is a program by itself
         return batches
 
     def _rows(self, batch: Any) -> Sizes | None:
@@ -123,19 +122,18 @@ class PortableTrainer(Base):
         return model, loader
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        rows = self._own_rows = self._window.popleft() if self._window else None
-        self._weigh_by(rows, is_sum=False)
+        rows, self._sums = self._window.popleft() if self._window else None, False
+        self._weigh_by(rows)
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not self.accelerator.sync_gradients:
             self.accelerator.engine.end_step()
         return loss * self._weight(rows, self._sums)
 
-    def _weigh_by(self, rows: Sizes | None, *, is_sum: bool) -> None:
-        """Let `backward` weigh by these rows; Trainer may have fetched other batches since."""
-        self._sums = is_sum
+    def _weigh_by(self, rows: Sizes | None) -> None:
+        """Let `backward` weigh by these rows; Trainer may have fetched other batches since. None: the loss is a sum."""
         loader: Any = self.accelerator.gradient_state.active_dataloader
         if hasattr(loader, "rows"):
-            loader.rows = None if is_sum else rows
+            loader.rows = rows
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self._items is not None:
@@ -143,14 +141,14 @@ class PortableTrainer(Base):
         many, number = self.accelerator.num_processes, kwargs.get("num_items_in_batch")
         if many == 1 or not self._multiplies(number):
             return super().compute_loss(model, inputs, *args, **kwargs)
-        kwargs["num_items_in_batch"] = noted = Noted.of(number)
+        kwargs["num_items_in_batch"] = items = TrackedCount.of(number)
         result: Any = super().compute_loss(model, inputs, *args, **kwargs)
-        self._sums = noted.was_read()
-        if self._items is None:  # a training step
-            self._weigh_by(self._own_rows, is_sum=self._sums)
+        self._sums = items.was_read()
         if self._sums:
+            if self._items is None:  # a training step
+                self._weigh_by(None)
             return result
-        # A model that takes the number, and gives a mean of its own: Trainer has multiplied it for nothing.
+        # The model ignores the number and returns a mean, which Trainer has multiplied by the processes.
         return (result[0] / many, *result[1:]) if isinstance(result, tuple) else result / many
 
     def _multiplies(self, num_items_in_batch: Any) -> bool:
@@ -176,7 +174,7 @@ class PortableTrainer(Base):
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         rows = self._rows(inputs)
         number = self._get_num_items_in_batch([inputs], self.args.device) if self.label_names else None
-        self._items, self._own_rows, self._sums = number, rows, False
+        self._items, self._sums = number, False
         loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
         self._items = None
         if loss is not None:
@@ -250,14 +248,14 @@ _READS = {
 }
 
 
-class Noted(Tensor):
+class TrackedCount(Tensor):
     """A 0-dim number that notes whether a loss computes with it, also after a cast or a copy to a device."""
 
     _flag: list[bool]
 
     @staticmethod
-    def of(value: Any, flag: list[bool] | None = None) -> "Noted":
-        noted = torch.as_tensor(value).as_subclass(Noted)
+    def of(value: Any, flag: list[bool] | None = None) -> "TrackedCount":
+        noted = torch.as_tensor(value).as_subclass(TrackedCount)
         noted._flag = [False] if flag is None else flag
         return noted
 
@@ -266,13 +264,14 @@ class Noted(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        flags = [value._flag for value in args if isinstance(value, Noted) and hasattr(value, "_flag")]
+        flags = [value._flag for value in args if isinstance(value, TrackedCount) and hasattr(value, "_flag")]
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         for flag in flags:
             flag[0] |= getattr(func, "__name__", "") in _READS
-        plain = isinstance(result, Tensor) and not isinstance(result, Noted)
-        return Noted.of(result, flags[0]) if plain and flags and result.dim() == 0 and not flags[0][0] else result
+        if not flags or flags[0][0] or not isinstance(result, Tensor) or result.dim():
+            return result
+        return TrackedCount.of(result, flags[0])  # a cast, or a copy
 
 
 class _TrainersSchedule:

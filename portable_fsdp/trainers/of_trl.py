@@ -18,7 +18,7 @@ def is_of_trl(trainer: type[Any]) -> bool:
 def gather_head(model: Any) -> None:
     """Gather a trained head's weight with the model, so that its gradient is summed over processes.
 
-    trl finds a DTensor otherwise, whose `full_tensor()` gives each shard the gradient of its own process alone.
+    Without this trl calls `full_tensor()` of the sharded weight, and each shard gets its own process's gradient alone.
     """
     if next(model.parameters()).device.type == "xla":
         log.info("trl counts tokens, entropy and accuracy in its loss: each step on XLA ends a program after forward")

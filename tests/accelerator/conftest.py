@@ -3,18 +3,9 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from workers import Group, Workers
+from workers import Group, Workers, started_on_demand
 
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Callable[[Group], Workers]]:
-    started: dict[Group, Workers] = {}
-
-    def get(group: Group) -> Workers:
-        if group not in started:
-            started[group] = Workers(group)
-        return started[group]
-
-    yield get
-    for each in started.values():
-        each.close()
+    yield from started_on_demand()

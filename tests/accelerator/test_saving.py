@@ -225,6 +225,36 @@ def test_a_pickled_model_is_a_whole_one_of_the_scripts_class(group: Group, worke
     assert workers(group).run(pickle_alone, folder=tmp_path) == [[True] * 2] * group.processes
 
 
+def orders(folder: Path, resume: bool) -> list[list[float]]:
+    """The rows of epochs 1 and 2, each followed by an evaluation, after a save or a load between epochs 0 and 1."""
+    acc = accelerator(split_batches=True)
+    torch.manual_seed(0)
+    x = torch.arange(24.0)
+    loaders = DataLoader(TensorDataset(x), 6, shuffle=True), DataLoader(TensorDataset(x), 6)
+    _, rows, others = acc.prepare(Net(), *loaders)
+    if resume:
+        acc.load_state(folder)
+    seen: list[list[float]] = []
+    for epoch in range(int(resume), 3):
+        seen.append([each for (batch,) in rows for each in acc.gather(batch).tolist()])
+        for _ in others:
+            pass
+        if epoch == 0:
+            acc.save_state(folder)
+    acc.end_training()
+    return seen[-2:]
+
+
+@pytest.mark.parametrize("group", [marked(group, in_suite=True) for group in (ALONE, TWO)])
+def test_epochs_after_a_load_have_the_orders_of_a_run_that_went_on(
+    group: Group, workers: GetWorkers, tmp_path: Path
+) -> None:
+    """The order of a loader that draws from torch's own generator, beside one that draws nothing."""
+    went_on, resumed = (workers(group).run(orders, folder=tmp_path, resume=resume) for resume in (False, True))
+    assert resumed == went_on
+    assert went_on[0][0] != went_on[0][1]
+
+
 def keep_two(folder: Path) -> list[Any]:
     from accelerate.utils import ProjectConfiguration
 

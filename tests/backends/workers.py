@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from multiprocessing import forkserver
@@ -331,3 +331,17 @@ class Workers:
 GetWorkers = Callable[[Group], Workers]
 Run = Callable[[Group, Any], list[dict[str, Any]]]
 """Fixtures of conftest.py: `workers`, and `run`, which gives what each process says of a whole run of a case."""
+
+
+def started_on_demand() -> Iterator[Callable[[Group], Workers]]:
+    """The workers of a group, started once; for a fixture, at whose end all are closed."""
+    started: dict[Group, Workers] = {}
+
+    def get(group: Group) -> Workers:
+        if group not in started:
+            started[group] = Workers(group)
+        return started[group]
+
+    yield get
+    for each in started.values():
+        each.close()

@@ -47,6 +47,11 @@ def test_a_layer_inside_a_layer_belongs_to_the_outer_one() -> None:
     assert find_layers(model, Sharding()) == ("0", "2")
 
 
+def test_a_dict_of_modules_is_no_layer() -> None:
+    model = nn.ModuleList(nn.ModuleDict({"layer": nn.Linear(2, 2)}) for _ in range(2))
+    assert find_layers(model, Sharding()) == ()
+
+
 @pytest.mark.parametrize("classes", [None, ["Layer"]])
 def test_a_model_without_layers_is_refused(classes: list[str] | None) -> None:
     model = nn.Sequential(nn.Linear(2, 2))

@@ -22,6 +22,7 @@ class Case(NamedTuple):
     rows: int = 96
     lora: bool = False
     classes: bool = False  # a model whose loss is a mean, not a sum over counted tokens
+    takes_number: bool = False  # as Bert's forward takes `num_items_in_batch`, and ignores it
     evaluates: bool = False
     tolerance: float = 1e-5
     sections: Mapping[str, Any] = {}
@@ -33,6 +34,7 @@ CASES = {
     "uneven batches and windows": Case({"gradient_accumulation_steps": 4, "max_steps": 9}, rows=101),
     "two rows in the last batch": Case(rows=50),
     "a loss that is a mean": Case({"gradient_accumulation_steps": 2}, rows=41, classes=True),
+    "a mean that ignores the number of items": Case(rows=41, classes=True, takes_number=True),
     "bf16": Case({"bf16": True}, tolerance=2e-3),
     "autocast": Case({"bf16": True}, tolerance=2e-3, sections={"autocast": True}),
     "lora": Case(lora=True),
@@ -60,6 +62,11 @@ class Classifier(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+class TakesNumber(Classifier):
+    def forward(self, x: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+        return super().forward(x, labels)
+
+
 def rows_of(count: int, classes: bool, seed: int = 0) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(seed)
     if classes:
@@ -78,7 +85,7 @@ def model_of(case: Case) -> nn.Module:
 
     torch.manual_seed(0)
     if case.classes:
-        return Classifier()
+        return TakesNumber() if case.takes_number else Classifier()
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, max_position_embeddings=32, **sizes))
@@ -134,7 +141,7 @@ def plain_class() -> Any:
 
 
 def plain_run(name: str, folder: Path, **more: Any) -> dict[str, float]:
-    """Of transformers' own class."""
+    """The curve of transformers' own class."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = trainer_of(plain_class, name, folder, 1, more)
