@@ -32,7 +32,7 @@ from portable_fsdp.accelerator.start import start_workers
 from portable_fsdp.accelerator.state import close, end_with_a_sentence, fill_states, open_engine, plugin_of
 from portable_fsdp.accelerator.watch import HostReads, WholeCopies
 from portable_fsdp.backends.contract import Backend
-from portable_fsdp.backends.own_objects import GradientGraphs
+from portable_fsdp.backends.gathered import GradientGraphs
 from portable_fsdp.checkpoint.named import has_layouts_of_its_own
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError

@@ -54,7 +54,7 @@ def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, en
         _refuse_recomputing(model)
         for module in model.modules():
             if isinstance(module, nn.Embedding):
-                module.register_forward_pre_hook(_narrow)
+                module.register_forward_pre_hook(_narrow, with_kwargs=True)
     if getattr(model, "hf_device_map", None) and len({*cast(Any, model).hf_device_map.values()}) > 1:
         raise ConfigError(f"prepare: {name} lies on several devices (device_map).\n  Load it without device_map.")
     _initialise(model)
@@ -109,9 +109,10 @@ def _refuse_recomputing(model: nn.Module) -> None:
             setattr(model, name, refuse)
 
 
-def _narrow(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _narrow(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """XLA ends the process at the gradient of an embedding by int64 `[rows]`, if the devices don't divide the rows."""
-    return (args[0].int(), *args[1:]) if args and args[0].dim() == 1 else args
+    ids = args[0] if args else kwargs.get("input")
+    return ((ids.int(),), {}) if isinstance(ids, Tensor) and ids.dim() == 1 else (args, kwargs)
 
 
 def _initialise(model: nn.Module) -> None:

@@ -30,8 +30,9 @@ from portable_fsdp.accelerator.prepare import Twins
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.describe import with_settings
-from portable_fsdp.config.load import parse_file, yaml_value
+from portable_fsdp.config.load import STAND_INS, parse_file, yaml_value
 from portable_fsdp.config.schema import Config, Model, Train
+from portable_fsdp.convert.plugin import as_keys, dtypes_of
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.runtime.command import number_of, to_stderr
 from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError
@@ -158,48 +159,12 @@ def resolved_config(
             file.write_text("{}")
         if plugin is not None:
             imports.append(Path(folder) / "fsdp_plugin.yaml")
-            imports[-1].write_text(yaml.safe_dump(_as_keys(plugin)))
-        given = parse_file(file)[1]
-        needed = {"model": "model.factory=stand_in:model", "train": "train.steps=1000000000"}
-        needed = [text for section, text in needed.items() if section not in given]
-        loaded = load_config(file, [*needed, *_dtypes(plugin), *overrides], imports, os.environ)
+            imports[-1].write_text(yaml.safe_dump(as_keys(plugin)))
+        absent = [(section, keys) for section, keys in STAND_INS.items() if section not in parse_file(file)[1]]
+        needed = [f"{section}.{key}={value}" for section, keys in absent for key, value in keys.items()]
+        loaded = load_config(file, [*needed, *dtypes_of(plugin), *overrides], imports, os.environ)
     # As in `make_config` without these sections: the loop has its own model and batches.
     return loaded.model_copy(update={"model": Model.model_construct(), "train": Train.model_construct(global_batch=0)})
-
-
-def _as_keys(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
-    """The keys of accelerate's file that mean the same. Raises ConfigError for a policy that is a function."""
-    keys: dict[str, Any] = {
-        "fsdp_version": plugin.fsdp_version,
-        "fsdp_activation_checkpointing": bool(plugin.activation_checkpointing),
-        "fsdp_transformer_layer_cls_to_wrap": ",".join(plugin.transformer_cls_names_to_wrap or ()) or None,
-        "fsdp_min_num_params": plugin.min_num_params or None,
-    }
-    if plugin.fsdp_version == 2:
-        keys["fsdp_reshard_after_forward"] = plugin.reshard_after_forward
-        keys["fsdp_offload_params"] = type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
-    else:
-        strategy: Any = plugin.sharding_strategy or plugin.reshard_after_forward
-        keys["fsdp_sharding_strategy"] = strategy.name.lstrip("_")
-        keys["fsdp_offload_params"] = bool(cast(Any, plugin.cpu_offload).offload_params)
-    known = {"size_based_auto_wrap_policy": "SIZE_BASED_WRAP", "transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    if (policy := plugin.auto_wrap_policy) is not None:
-        keys["fsdp_auto_wrap_policy"] = known.get(getattr(policy, "__name__", ""))
-        if keys["fsdp_auto_wrap_policy"] is None:
-            raise ConfigError(
-                f"fsdp_plugin: auto_wrap_policy is a {type(policy).__name__}.\n  Name the classes of layers: "
-                "sharding={'wrap_classes': [...]}; by default each layer is a unit."
-            )
-    given = {name: value for name, value in keys.items() if value is not None}
-    return {"distributed_type": "FSDP", "fsdp_config": given}
-
-
-def _dtypes(plugin: FullyShardedDataParallelPlugin | None) -> list[str]:
-    """The overrides of torch's MixedPrecision or MixedPrecisionPolicy."""
-    policy = plugin.mixed_precision_policy if plugin else None
-    ours = {"param_dtype": "compute", "reduce_dtype": "reduce", "output_dtype": "output", "buffer_dtype": "buffers"}
-    dtypes = {key: getattr(policy, name, None) for name, key in ours.items()}
-    return [f"precision.{key}={str(dtype).removeprefix('torch.')}" for key, dtype in dtypes.items() if dtype]
 
 
 def fill_states(opened: Opened, wait: Callable[[], None]) -> None:

@@ -5,15 +5,12 @@ import copy
 import logging
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Container, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -216,56 +213,3 @@ def part_of(tensor: Tensor, process: Partition) -> Piece:
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     is_copied = copies > 1 or mesh.size() < process.count
     return Piece(offset, tensor.to_local().detach(), number if is_copied else None)
-
-
-class GradientGraphs:
-    """Notes which models have a gradient taken by `autograd.grad(..., create_graph=True)`, and keeps those gathered on
-    FSDP2, which would free a unit after its first backward, until the backward of a loss that may hold this gradient.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[nn.Module, list[tuple[Any, dict[str, Any]]]] = {}
-        self._is_inside = False  # of `backward`
-
-    def watch(self, model: nn.Module) -> None:
-        """FSDP2 runs a hook of each unit before its backward, where autograd records only with `create_graph`."""
-        states = [cast(Any, unit)._get_fsdp_state() for unit in model.modules() if isinstance(unit, FSDPModule)]
-
-        def note(hook: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
-            if not self._is_inside and any(map(_accumulates, states)):
-                raise BackendError(
-                    f"backward: {type(model).__name__} is sharded, and gradients of a loss's own backward would be "
-                    "sums, not means.\n  Write accelerator.backward(loss) in place of loss.backward()."
-                )
-            if torch.is_grad_enabled() and model not in self._kept:
-                kept = {"post_forward_mesh_info": None, "reshard_after_backward": False, "reduce_grads": False}
-                groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
-                self._kept[model] = [(group, {name: getattr(group, name) for name in kept}) for group in groups]
-                for group in groups:
-                    vars(group).update(kept)
-            return hook(gradient)
-
-        for state in states:
-            state._pre_backward = partial(note, state._pre_backward)
-
-    @contextmanager
-    def backward(self) -> Generator[list[nn.Module]]:
-        """Context of a backward, with these models, whose units behave as before: it needs `second_derivatives`."""
-        models = [*self._kept]
-        for settings in self._kept.values():
-            for group, values in settings:
-                vars(group).update(values)
-        self._kept.clear()
-        self._is_inside = True
-        try:
-            yield models
-        finally:
-            self._is_inside = False
-
-
-def _accumulates(state: Any) -> bool:
-    """Whether the running backward adds to the gradients of a unit: `autograd.grad` doesn't."""
-    weights = state._fsdp_param_group.fsdp_params if state._fsdp_param_group is not None else ()
-    leaves = (getattr(weight, "_unsharded_param", None) for weight in weights)
-    will_run = cast(Any, torch)._C._will_engine_execute_node
-    return any(will_run(get_gradient_edge(leaf).node) for leaf in leaves if leaf is not None and leaf.requires_grad)

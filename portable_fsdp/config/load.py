@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 ProblemsOf = Callable[[Config], Iterable[str]]
 """Function that returns further problems of a valid config, as messages."""
 
-_STAND_INS: dict[str, Any] = {"model": {"factory": "stand_in:model"}, "train": {"steps": 10**9}}
+STAND_INS: dict[str, Any] = {"model": {"factory": "stand_in:model"}, "train": {"steps": 10**9}}
 """What stands for a missing model and a missing number of steps."""
 _OF_STAND_INS = (r"model\.factory", r"stand_in:\w+", "1000000000")  # patterns
 
@@ -86,7 +86,7 @@ def make_config(**sections: Mapping[str, Any]) -> Config:
         for key, value in values.items():
             name = f"{section}.{key}"
             layers.override(f"{name}={yaml_value(each_value(value, partial(_named, name)))}")
-    layers.values = _STAND_INS | layers.values
+    layers.values = STAND_INS | layers.values
     config = layers.validated()
     absent: dict[str, Any] = {"model": Model.model_construct(), "train": Train.model_construct(global_batch=0)}
     return config.model_copy(update={name: section for name, section in absent.items() if name not in sections})
@@ -311,10 +311,10 @@ class LayeredValues:
         }
         model, train = values.setdefault("model", {}), values.setdefault("train", {})
         if model.keys().isdisjoint(("architecture", "pretrained", "factory")):
-            model |= _STAND_INS["model"]
+            model |= STAND_INS["model"]
             train["task"] = "stand_in:loss"
         if train.keys().isdisjoint(("steps", "epochs")):
-            train |= _STAND_INS["train"]
+            train |= STAND_INS["train"]
         try:
             return Config.model_validate(values)
         except ValidationError:

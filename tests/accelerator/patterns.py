@@ -394,7 +394,8 @@ class Looks(nn.Module):
         self.net, self.table = Net(), nn.Embedding(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) + self.table((x[:, 6] > 0).long() + 2 * (x[:, 7] > 0).long())
+        ids = (x[:, 6] > 0).long() + 2 * (x[:, 7] > 0).long()
+        return self.net(x) + self.table(ids) + self.table(input=3 - ids)
 
 
 def words() -> DataLoader[Any]:

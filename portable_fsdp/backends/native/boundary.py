@@ -7,8 +7,7 @@ searches only lists, tuples and dicts.
 """
 
 import traceback
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -108,27 +107,3 @@ class Boundary:
         while waiting:
             yield (module := waiting.pop())
             waiting += [child for child in module.children() if not isinstance(child, FSDPModule)]
-
-
-@contextmanager
-def kept_gathered(units: Iterable[FSDPModule]) -> Generator[None]:
-    """Context of several backwards through one forward: units stay gathered, and reduce their gradients at its end.
-
-    Else a gradient that is taken inside would reshard units whose weights the loss's backward reads again.
-    """
-    groups = [group for unit in units if (group := cast(Any, unit)._get_fsdp_state()._fsdp_param_group) is not None]
-    names = ("post_forward_mesh_info", "reshard_after_backward", "reduce_grads")
-    before = [[getattr(group, name) for name in names] for group in groups]
-    for group in groups:
-        group.post_forward_mesh_info, group.reshard_after_backward, group.reduce_grads = None, False, False
-    try:
-        yield
-    finally:
-        for group, values in zip(groups, before, strict=True):
-            for name, value in zip(names, values, strict=True):
-                setattr(group, name, value)
-    for group in groups:
-        group.post_backward()
-    for group in groups:
-        group.finalize_backward()
-        group._training_state = type(group._training_state).IDLE

@@ -433,7 +433,7 @@ class NativeBackend(contract.Backend):
             yield
 
     def second_derivatives(self, model: nn.Module) -> AbstractContextManager[None]:
-        from portable_fsdp.backends.native.boundary import kept_gathered
+        from portable_fsdp.backends.gathered import kept_gathered
 
         if model not in self._models:
             raise ValueError("second_derivatives: this engine didn't shard that model; pass one that it sharded")
