@@ -42,6 +42,7 @@ FLAGS = {
 }
 
 _READ = ("data.", "model.", "precision.", "sharding.", "memory.", "compile.", "train.task", "train.micro_batch")
+_OF_ROWS = ("tokenizer", "seq_len", "long_rows", "chat_template", "end", "chat_template_kwargs")
 _NAME_DATA = {"data.source", "data.path", "data.split", "data.mixture", "data.factory", "data.eval_split"}
 
 
@@ -110,7 +111,7 @@ def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Config, bool
             raise ConfigError(f"{source}: an imported checkpoint has no config.\n  Export it, and evaluate the export.")
         data = saved.get("data", {})
         if {"data.source", "data.mixture", "data.factory"} & {*names}:  # other data: only how rows are made stays
-            data = {key: data[key] for key in ("tokenizer", "seq_len", "chat_template_kwargs") if key in data}
+            data = {key: data[key] for key in _OF_ROWS if key in data}
         elif is_named:
             data = {**data, "eval_split": None}
         layers.values = {**saved, "data": data, "observe": {}, "optim": {"name": "sgd"}}  # sgd has no state

@@ -252,6 +252,7 @@ def _require_format(options: argparse.Namespace, manifest: Manifest) -> None:
 
 def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Path], None] | None:
     """Return the function that writes the model's tokenizer; None if it has none, or the format no place."""
+    from portable_fsdp.data.templates import adapt
     from portable_fsdp.data.tokenize import load_tokenizer
 
     if options.format not in OF_TRANSFORMERS:
@@ -266,7 +267,10 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
         return None
     try:
         model = manifest.config.get("model", {})
-        return load_tokenizer(name, model.get("pretrained"), model.get("gguf_file")).save
+        tokenizer = load_tokenizer(name, model.get("pretrained"), model.get("gguf_file"))
+        if not options.tokenizer:
+            adapt(tokenizer, data.get("end"), data.get("chat_template"))
+        return tokenizer.save
     except errors.DataError as error:
         raise CheckpointError(
             f"{error}\n  Use --tokenizer PATH (a folder, or bytes), or --tokenizer none to export without one."

@@ -4,7 +4,7 @@ import itertools
 import re
 from typing import Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -86,6 +86,12 @@ class Documents(Section):
     reasoning_content, ...), because the format or chat template can't use them"""
     chat_template_kwargs: dict[str, Any] = {}
     """extra arguments for the chat template, such as `{enable_thinking: false}`"""
+    prompt: str | Annotated[tuple[str, str], Strict(False)] | None = None
+    """instruction: the text before the answer, tokenized apart: alpaca, alpaca-chat, or yours with {instruction},
+    {input}, {system} (or two texts, the second for rows without input); null: the chat template, else Alpaca's
+    headings"""
+    train_on: Literal["answers", "all", "last"] | Annotated[tuple[str, ...], Strict(False)] = "answers"
+    """tokens that enter the loss: answers; all; last: the last answer; or, in chats, the turns of a list of roles"""
 
     @model_validator(mode="after")
     def _keys_go_with_the_source(self) -> Self:
@@ -109,6 +115,10 @@ class Documents(Section):
         unread = [column for column in self.columns if column not in read]
         if unread:
             raise ValueError(f"columns: expected {', '.join(read)} (format: {self.format}), found {', '.join(unread)}")
+        if self.prompt and self.format != "instruction":
+            raise ValueError(f"prompt needs format: instruction, found format: {self.format}")
+        if self.train_on not in ("answers", "all") and self.format != "chat":
+            raise ValueError(f"train_on: expected answers or all with format: {self.format}, found {self.train_on}")
         if self.chat_template_kwargs and self.format == "text":
             raise ValueError("chat_template_kwargs needs another format: format: text uses no chat template")
         return self
@@ -122,8 +132,9 @@ MOST_BUCKETS, MOST_WORKERS = 16, 64
 class MixtureSource(Documents):
     """One source of a mixture."""
 
-    weight: float = Field(default=1.0, gt=0)
-    """share of the rows relative to the other weights, rounded to 1/1000"""
+    weight: Literal["rows"] | Annotated[float, Gt(0)] = 1.0
+    """share of the rows relative to the other weights, rounded to 1/1000; rows: the source's number of rows, for all
+    sources, so that an epoch has each row once"""
 
 
 class Data(Documents):
@@ -148,7 +159,14 @@ class Data(Documents):
     eval_split: Annotated[str | None, BeforeValidator(_as_share)] = None
     """validation set: a share of the documents (`5%`, 0.05), a file, a glob, or a split of the dataset; null: none"""
     on_error: Literal["stop", "skip"] = "stop"
-    """a document that can't be read, rendered or fitted into seq_len: stop the run, or skip and count it"""
+    """a document that can't be read or rendered: stop the run, or skip and count it"""
+    long_rows: Literal["stop", "skip", "cut"] = "stop"
+    """a document longer than seq_len, but for texts, which are cut into pieces: stop the run, skip and count it, or
+    cut its end off"""
+    chat_template: str | None = None
+    """in place of the tokenizer's: a file, a folder with one, or chatml, llama3, gemma, phi3, alpaca"""
+    end: str | None = None
+    """token of the tokenizer that ends answers and texts; null: its eos_token"""
     cache_dir: str | None = None
     """cache of tokenized documents, shared by all runs; null: portable_fsdp/tokens in the user's cache folder"""
 
@@ -199,6 +217,8 @@ class Data(Documents):
         own = [name for name in Documents.model_fields if getattr(self, name) != fields[name].default]
         if self.mixture and own:
             raise ValueError(f"mixture replaces {', '.join(Documents.model_fields)}; set them in each of its sources")
+        if (by_rows := [part.weight == "rows" for part in self.mixture]) and any(by_rows) and not all(by_rows):
+            raise ValueError("mixture: weight: rows: all sources have it, or none; found both")
         if self.packing == "stream" and any(part.format != "text" for part in self.mixture or (self,)):
             raise ValueError("packing: stream needs format: text; set documents, none or auto")
         share = None if self.eval_split is None else share_held_out(self.eval_split)

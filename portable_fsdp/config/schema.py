@@ -43,6 +43,9 @@ def with_successors(values: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
+Interval = Annotated[int, Ge(1)] | Annotated[str, PERCENT]
+
+
 class Needs:
     """In the annotation of a key: the setting without which it has no effect. Every engine then refuses the key.
 
@@ -191,8 +194,8 @@ class Train(Section):
     """clip the global gradient norm to this value; null: no clipping"""
     log_every: int = Field(default=10, ge=1)
     """steps between console lines"""
-    eval_every: Annotated[int | None, Needs("data.eval_split", "data.eval_split=5%")] = Field(default=None, ge=1)
-    """steps between evaluations on data.eval_split, and after the last step; null: never"""
+    eval_every: Annotated[Interval | None, Needs("data.eval_split", "data.eval_split=5%")] = None
+    """steps, or a share of the run's (25%), between evaluations on data.eval_split, and after the last; null: never"""
     eval_on_start: Annotated[bool, Needs("train.eval_every")] = False
     """also evaluate before the first step, as a baseline"""
     eval_batches: Annotated[int | None, Needs("train.eval_every")] = Field(default=None, ge=1)
@@ -431,8 +434,8 @@ class Compile(Section):
 class Checkpoint(Section):
     dir: str | None = None
     """folder shared by all processes, or object store (s3://, gs://); null: run.dir/checkpoints"""
-    every: int | None = Field(default=None, ge=1)
-    """steps between saves; the last step is always saved"""
+    every: Interval | None = None
+    """steps between saves, or a share of the run's steps (25%); the last step is always saved"""
     every_minutes: float | None = Field(default=None, gt=0)
     """minutes between saves, by the clock of process 0"""
     async_save: bool = False

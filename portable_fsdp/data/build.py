@@ -76,6 +76,10 @@ def build_data(data: keys.Data, model: Model | None = None) -> Corpus:
         return Corpus(rows, None, held_out)
     pretrained, gguf_file = (model.pretrained, model.gguf_file) if model else (None, None)
     tokenizer = load_tokenizer(data.tokenizer, pretrained, gguf_file)
+    if data.end or data.chat_template:
+        from portable_fsdp.data.templates import adapt  # a run without them needs none
+
+        adapt(tokenizer, data.end, data.chat_template)
     if tokenizer.end_of_text is None:
         log.warning(
             "data.tokenizer: %s has no end of text (eos_token in tokenizer_config.json): texts are joined with nothing "
@@ -112,7 +116,7 @@ class _Builder:
         parts = self._tokenized(self._sources, is_held_out=False)
         for part in parts:
             self._require_rows([part], "data.mixture" if self._data.mixture else "data")
-        return _joined(parts, [part.weight for part in self._data.mixture])
+        return _joined(parts, [part.weight for part in self._data.mixture if part.weight != "rows"])
 
     def held_out(self) -> Rows | None:
         if self._data.eval_split is None:
@@ -178,7 +182,7 @@ class _Builder:
         return _SourceRows(self._document_rows(part, source, documents, remember), source.name, documents)
 
     def _key(self, part: keys.Documents, source: DocumentSource, taken: str | None) -> str:
-        template = None if part.format == "text" else self._tokenizer.chat_template
+        template = None if part.format == "text" or part.prompt else self._tokenizer.chat_template
         return entry_key(
             content=source.content(self._folder),
             kind=part.source,
@@ -189,6 +193,8 @@ class _Builder:
             on_error=self._data.on_error,
             tokenizer=self._tokenizer.description,
             chat_template=template and (template.text, template.date, part.chat_template_kwargs),
+            prompt=part.prompt,
+            train_on=part.train_on,
             ignore=sorted(part.ignore),
             libraries=[version("tokenizers"), version("transformers")],
         )
@@ -200,11 +206,15 @@ class _Builder:
         from portable_fsdp.data.document_rows import DocumentRows, cut  # a stream needs neither
 
         seq_len, starts = self._data.seq_len, documents.starts
-        keep = predicts(documents)
+        lengths, cuts = np.diff(starts), part.format != "text" and self._data.long_rows == "cut"
+        too_long = lengths > seq_len
+        lengths = np.minimum(lengths, seq_len) if cuts else lengths
+        keep = predicts(documents, starts[:-1] + lengths)
         _log_count((~keep).sum(), f"{source.name} left out: nothing to predict")
-        lengths = np.diff(starts)
-        too_long = keep & (lengths > seq_len)
-        if part.format == "text":
+        too_long &= keep
+        if cuts:
+            _log_count(too_long.sum(), f"{source.name}: the end cut off: longer than data.seq_len={seq_len}")
+        elif part.format == "text":
             _log_count(too_long.sum(), f"{source.name} cut into pieces: longer than data.seq_len={seq_len}")
         else:
             self._check_lengths(source, documents, too_long)
@@ -229,11 +239,11 @@ class _Builder:
         # Read the source again: a cache entry doesn't store places.
         place = next((document.place for document in source.read() if document.number == number), source.name)
         problem = f"{place}: expected at most {self._data.seq_len:,} tokens (data.seq_len), found {lengths[first]:,}"
-        if self._data.on_error == "stop":
+        if self._data.long_rows == "stop":
             raise DataError(
                 f"data: {problem}; too long: {_documents(too_long.sum())}.\n"
-                f"  Raise data.seq_len (the longest has {lengths[too_long].max():,}), shorten them, or set "
-                "data.on_error=skip to leave them out."
+                f"  Raise data.seq_len (the longest has {lengths[too_long].max():,}), or set data.long_rows=skip to "
+                "leave them out, data.long_rows=cut to cut their ends off."
             )
         _log_count(too_long.sum(), f"{source.name} left out: too long; the first: {problem}")
 
@@ -263,13 +273,14 @@ def _joined(parts: Sequence[_SourceRows], weights: Sequence[float]) -> Rows:
     return parts[0].rows if len(parts) == 1 else MixedRows([part.rows for part in parts], weights)
 
 
-def predicts(documents: TokenizedDocuments) -> NDArray[np.bool_]:
-    """Return a mask of the documents that have a counted token after their first."""
-    predicted = np.diff(documents.starts) > 1
+def predicts(documents: TokenizedDocuments, ends: NDArray[np.int64] | None = None) -> NDArray[np.bool_]:
+    """Return a mask of the documents that have a counted token after their first, before these `ends`."""
+    ends = documents.starts[1:] if ends is None else ends
+    predicted = ends - documents.starts[:-1] > 1
     if documents.counted is None:
         return predicted
     # [begin, end) after the first token of each. reduceat also reduces the tokens between two of them: dropped.
-    bounds = np.stack([documents.starts[:-1][predicted] + 1, documents.starts[1:][predicted]], axis=1).ravel()
+    bounds = np.stack([documents.starts[:-1][predicted] + 1, ends[predicted]], axis=1).ravel()
     if len(bounds):
         inside = bounds[bounds < len(documents.counted)]  # without the last end if it is the end of all tokens
         predicted[predicted] = np.logical_or.reduceat(documents.counted[:], inside)[::2]

@@ -224,11 +224,18 @@ class ChatTemplate:
 
     # ------------------------------------------------------------------------------------------------------ turns
 
-    def turns(self, written: Written) -> tuple[list[CharacterSpan], bool]:
-        """Return the spans of the assistant's turns that train, and whether each begins with the generation prompt.
-        Raises ValueError if the text doesn't show where a turn begins and ends."""
-        silent = written.conversation.silent
-        answers = [number for number, message in enumerate(written.conversation.messages) if is_answer(message)]
+    def turns(self, written: Written, train_on: str | Sequence[str] = "answers") -> tuple[list[CharacterSpan], bool]:
+        """Return the spans of the turns that train (`data.train_on`), and whether each begins with the generation
+        prompt. Raises ValueError if the text doesn't show where a turn begins and ends."""
+        silent, messages = written.conversation.silent, written.conversation.messages
+        if train_on == "all":
+            return [(0, len(written.text))], True
+        if not isinstance(train_on, str) and {*train_on} != {"assistant"}:
+            numbers = [number for number, message in enumerate(messages) if message["role"] in train_on]
+            return self.spans(written, [number for number in numbers if number not in silent])
+        answers = [number for number, message in enumerate(messages) if is_answer(message)]
+        if train_on == "last":
+            return self.spans(written, [number for number in answers[-1:] if number not in silent])
         if not self._marks_turns:
             return self.spans(written, [number for number in answers if number not in silent])
         if silent and len(written.generated) != len(answers):
@@ -237,13 +244,20 @@ class ChatTemplate:
         return [span for number, span in pairs if number not in silent] if silent else written.generated, True
 
     def spans(self, written: Written, numbers: Sequence[int]) -> tuple[list[CharacterSpan], bool]:
-        """Return the spans of these assistant messages, like `turns`."""
+        """Return the spans of these messages, like `turns`: an answer with what its end is, else the text alone."""
         spans: list[CharacterSpan] = []
         all_match = True
         for number in numbers:
             after = spans[-1][1] if spans else 0
-            begin, matches_prompt = self._begin(written.conversation, written.text, number, after)
-            end = self._end(written.conversation, written.text, number)
+            if is_answer(written.conversation.messages[number]):
+                begin, matches_prompt = self._begin(written.conversation, written.text, number, after)
+                end = self._end(written.conversation, written.text, number)
+            else:
+                before, behind = self._around(written.conversation, number)
+                matches_prompt = written.text.startswith(before) and written.text.endswith(behind)
+                if not matches_prompt:
+                    raise _ambiguous(number)
+                begin, end = len(before), len(written.text) - len(behind)
             if not after <= begin <= end:
                 raise _ambiguous(number)
             spans.append((begin, end))
@@ -402,7 +416,7 @@ def _common(text: str, other: str) -> int:
 
 def _ambiguous(number: int) -> ValueError:
     return ValueError(
-        f"the chat template doesn't show where message {number + 1}, the assistant's, begins and ends.\n"
+        f"the chat template doesn't show where message {number + 1} begins and ends.\n"
         "  Put {% generation %} and {% endgeneration %} around the assistant's text in that template"
     )
 

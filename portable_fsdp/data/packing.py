@@ -163,7 +163,7 @@ class MixedRows(Rows):
 
     Positions form blocks of `sum(shares)`. Each block holds every part as often as its share, in its own order. So the
     number of a part's samples before a block is a product, and no earlier position matters. Each part visits its rows
-    in its own epochs.
+    in its own epochs. Without weights all rows are one corpus, and an epoch has each once.
     """
 
     def __init__(self, parts: Sequence[Rows], weights: Sequence[float]) -> None:
@@ -185,6 +185,8 @@ class MixedRows(Rows):
         return batch
 
     def order(self, seed: int, positions: Int64s) -> Int64s:
+        if not self.shares:
+            return super().order(seed, positions)
         block = positions // sum(self.shares)
         slot = sample_indices(seed_of(seed, 0), positions, sum(self.shares))
         starts = np.cumsum([0, *self.shares])
@@ -203,7 +205,9 @@ class MixedRows(Rows):
 
 def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
     """Return shares in thousandths of the sum of the weights, at least one each, in lowest terms. The remainder goes to
-    those that rounding reduced most."""
+    those that rounding reduced most. Without weights: none."""
+    if not weights:
+        return ()
     exact = [weight * SHARES / sum(weights) for weight in weights]
     shares = [max(1, int(share)) for share in exact]
     by_loss = sorted(range(len(exact)), key=lambda number: shares[number] - exact[number])

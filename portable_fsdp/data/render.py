@@ -11,7 +11,8 @@ Matches TRL's SFTTrainer (1.16, `SFTTrainer._prepare_dataset`).
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from string import Formatter
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -50,9 +51,11 @@ def preparation(part: Documents, tokenizer: Tokenizer) -> tuple[Callable[[Exampl
     template = _required(template).taking(arguments) if arguments else template
     if part.format == "chat":
         template = _required(template)
-        return partial(_chat, template, part.ignore), partial(_chats, template, tokenizer)
-    prepare = _completion if part.format == "prompt_completion" else _instruction
-    return partial(prepare, template, tokenizer, part.ignore), partial(_completions, tokenizer)
+        return partial(_chat, template, part.ignore, part.train_on), partial(_chats, template, tokenizer)
+    encode = partial(_completions, tokenizer, part.train_on == "all")
+    if part.format == "prompt_completion":
+        return partial(_completion, template, tokenizer, part.ignore), encode
+    return partial(_instruction, template, tokenizer, part.ignore, _prompts(part.prompt)), encode
 
 
 def _required(template: ChatTemplate | None) -> ChatTemplate:
@@ -121,21 +124,34 @@ def _completed(
     return rendered._replace(counted=counts, notes=notes)
 
 
-def _completions(tokenizer: Tokenizer, items: Sequence[tuple[Example, Any]]) -> list[Rendered | Broken]:
-    """Encode prompts and wholes. Some tokenizers append the end of text to any text: the end of the prompt is dropped,
-    since the completion continues it."""
+class _Apart(NamedTuple):
+    """A prompt and its answer, which are tokenized each by itself."""
+
+    prompt: str
+    answer: str
+
+
+def _completions(
+    tokenizer: Tokenizer, all_count: bool, items: Sequence[tuple[Example, Any]]
+) -> list[Rendered | Broken]:
+    """Encode prompts and wholes, or answers apart. Some tokenizers append the end of text to any text: the end of the
+    prompt is dropped, since the completion continues it."""
     pairs = [item for _, item in items if not isinstance(item, Rendered)]
-    texts = [*(prompt for prompt, _ in pairs), *(whole for _, whole in pairs)]
-    encoded = tokenizer.encode_all(texts, special_tokens=True)
-    prompts, wholes = iter(encoded[: len(pairs)]), iter(encoded[len(pairs) :])
+    prompts = iter(tokenizer.encode_all([prompt for prompt, _ in pairs], special_tokens=True))
+    wholes = [whole for pair in pairs if not isinstance(pair, _Apart) for whole in pair[1:]]
+    answers = [pair.answer for pair in pairs if isinstance(pair, _Apart)]
+    whole_ids = iter(tokenizer.encode_all(wholes, special_tokens=True))
+    answer_ids = iter(tokenizer.encode_all(answers, special_tokens=False))
     rendered: list[Rendered | Broken] = []
     for example, item in items:
         if not isinstance(item, Rendered):
-            prompt, whole = next(prompts), ended(next(wholes), tokenizer.end_of_text)
+            prompt, is_apart = next(prompts), isinstance(item, _Apart)
+            rest = ended(next(answer_ids if is_apart else whole_ids), tokenizer.end_of_text)
             is_ended = len(prompt) and prompt[-1] == tokenizer.end_of_text
-            is_ended = is_ended and not np.array_equal(whole[: len(prompt)], prompt)
-            item = _masked(example, prompt[:-1] if is_ended else prompt, whole)
-        rendered.append(item)
+            is_ended = is_ended and not np.array_equal(rest[: len(prompt)], prompt)
+            prompt = prompt[:-1] if is_ended else prompt
+            item = _masked(example, prompt, np.concatenate([prompt, rest]) if is_apart else rest)
+        rendered.append(item._replace(counted=np.ones(len(item.ids), np.bool_)) if all_count else item)
     return rendered
 
 
@@ -177,15 +193,62 @@ _IN_A_CONVERSATION = ("tools", "functions", "system", "system_prompt")
 # ----------------------------------------------------------------------------------------------------- instruction
 
 
+_TASK = "Below is an instruction that describes a task"
+_RESPOND = "Write a response that appropriately completes the request."
+_PREAMBLES = [f"{_TASK}, paired with an input that provides further context. {_RESPOND}", f"{_TASK}. {_RESPOND}"]
+_INPUTS = "### Input:\n{input}\n\n", ""
+_CHAT_INPUTS = "{input}\n", ""
+PROMPTS = {
+    "alpaca": tuple(
+        f"{preamble}\n\n### Instruction:\n{{instruction}}\n\n{own}### Response:\n"
+        for preamble, own in zip(_PREAMBLES, _INPUTS, strict=True)
+    ),
+    "alpaca-chat": tuple(
+        f"SYSTEM: {preamble}\nUSER: {{instruction}}\n{own}ASSISTANT:"
+        for preamble, own in zip(_PREAMBLES, _CHAT_INPUTS, strict=True)
+    ),
+}
+"""`data.prompt` by name -> with and without an input. Sources: Stanford alpaca's prompts, and axolotl's `alpaca:chat`
+(prompters.py)."""
+
+
+def _prompts(given: str | tuple[str, str] | None) -> Sequence[str]:
+    """Return the texts of `data.prompt`, none for null. Raises DataError for other names in braces."""
+    texts = PROMPTS.get(given, (given,)) if isinstance(given, str) else given or ()
+    names = {"instruction", "input", "system"}
+    for text in texts:
+        try:
+            found = [name for _, name, *_ in Formatter().parse(text) if name is not None and name not in names]
+        except ValueError as error:
+            found = [str(error)]
+        if found:
+            raise DataError(
+                f"data.prompt: expected {{instruction}}, {{input}} and {{system}}, found {found[0] or '{}'}.\n"
+                f"  Rename the file's column, data.columns='{{instruction: {found[0] or 'COLUMN'}}}', and write other "
+                "braces twice."
+            )
+    return texts
+
+
 def _instruction(
-    template: ChatTemplate | None, tokenizer: Tokenizer, ignore: Collection[str], example: Example
+    template: ChatTemplate | None,
+    tokenizer: Tokenizer,
+    ignore: Collection[str],
+    prompts: Sequence[str],
+    example: Example,
 ) -> tuple[str, str] | Rendered:
-    """Render question and answer by the chat template if the tokenizer has one; otherwise as texts under headings."""
+    """Render question and answer by `prompts`, or by the chat template if the tokenizer has one; otherwise as texts
+    under headings."""
     fields = example.fields
     parts: dict[str, Any] = {key: fields.get(key) for key in ("system", "instruction", "input", "output")}
     parts |= {key: "" for key in ("system", "input") if parts[key] is None}
     if wrong := next((key for key, part in parts.items() if not isinstance(part, str)), None):
         raise ValueError(f"expected {wrong} as text, found {kind(parts[wrong])}")
+    if prompts:
+        text = prompts[0 if parts["input"] else -1]
+        prompt, used = text.format_map(parts), [key for key in ("system", "input") if f"{{{key}}}" in text]
+        _require_use(fields, prompt + parts["output"], "instruction", used)
+        return _Apart(prompt, parts["output"])
     if template is not None:
         question = "\n\n".join(part for part in (parts["instruction"], parts["input"]) if part)
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": parts["output"]}]
@@ -208,14 +271,14 @@ _NO_END = (
 
 
 def _chat(
-    template: ChatTemplate, ignore: Collection[str], example: Example
+    template: ChatTemplate, ignore: Collection[str], train_on: str | Sequence[str], example: Example
 ) -> tuple[MarkedText, bool, tuple[str, ...]]:
     """Return the conversation as text with its spans, whether weights keep all answers out of the loss, and notes."""
     conversation = conversation_of(example.fields, "messages", ignore=ignore)
     answers = sum(map(is_answer, conversation.messages))
     try:
         written = template.written(conversation)
-        turns, matches_prompt = template.turns(written)
+        turns, matches_prompt = template.turns(written, train_on)
     except Exception as error:  # a template may raise anything
         raise _refusal(error) from error
     _require_use(example.fields, written.text, "chat", _IN_A_CONVERSATION)

@@ -124,7 +124,7 @@ def learning_rate(optim: Optim, step: int, total_steps: int) -> float:
 
     Step s of w warmup steps takes lr * s / w; step `total_steps` takes min_lr_ratio * lr, unless constant.
     """
-    warmup = warmup_steps(optim, total_steps)
+    warmup = in_steps(optim.warmup_steps, total_steps)
     if step <= warmup:
         return optim.lr * step / warmup
     if optim.schedule == "constant":
@@ -137,16 +137,14 @@ def learning_rate(optim: Optim, step: int, total_steps: int) -> float:
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left)
 
 
-def warmup_steps(optim: Optim, total_steps: int) -> int:
-    """The steps of warmup; a share is rounded up, as the Trainer's `warmup_ratio` is."""
-    if isinstance(optim.warmup_steps, int):
-        return optim.warmup_steps
-    return math.ceil(float(optim.warmup_steps.removesuffix("%")) * total_steps / 100)
+def in_steps(value: int | str, total_steps: int) -> int:
+    """Steps of a setting; a share (`3%`) is rounded up, as the Trainer's ratios are."""
+    return value if isinstance(value, int) else math.ceil(float(value.removesuffix("%")) * total_steps / 100)
 
 
 def check_schedule(optim: Optim, total_steps: int) -> None:
     """Raise ConfigError if the parts of the schedule don't fit into `total_steps`."""
-    warmup = warmup_steps(optim, total_steps)
+    warmup = in_steps(optim.warmup_steps, total_steps)
     if warmup > total_steps:
         raise ConfigError(
             f"optim.warmup_steps: expected at most {total_steps} (the steps of the run), found {warmup}.\n"

@@ -21,6 +21,7 @@ from portable_fsdp.observe.callbacks import Callback, Callbacks, Outcome, RunEnd
 from portable_fsdp.observe.console import Console
 from portable_fsdp.observe.profiles import Profiles
 from portable_fsdp.observe.run_files import EventsFile, RunFiles, last_save
+from portable_fsdp.optim.optimizer import in_steps
 from portable_fsdp.runtime.collective_errors import on_process_0
 from portable_fsdp.runtime.command import RunLog, configure_log, run_log
 from portable_fsdp.runtime.errors import EXIT_FAILED, CheckpointError, DataError, PortableFSDPError
@@ -117,8 +118,10 @@ def open_run(
     start = run_start(config, given, engine, training.built.size, steps, resumed, cost)
     is_new = resumed is None or any(change.name == "observe.profile" for change in resumed.changes)
     check_profile(config, steps, start.step, is_new=is_new)
-    last, eval_every = min(steps, config.train.stop_at or steps), config.train.eval_every if evaluator else None
-    limits = Limits(last, config.checkpoint.every, eval_every, config.train.patience, config.train.sample_every)
+    train, intervals = config.train, (config.checkpoint.every, config.train.eval_every if evaluator else None)
+    save_every, eval_every = (None if every is None else max(1, in_steps(every, steps)) for every in intervals)
+    last = min(steps, train.stop_at or steps)
+    limits = Limits(last, save_every, eval_every, train.patience, train.sample_every)
     prints = os.environ.get("LOCAL_RANK", "0") == "0"
     began, timeout = engine.agree(time.time()), config.run.step_timeout_s
     watchdog = held.enter_context(Watchdog(start.folder, engine.process.index, timeout, prints=prints, began=began))

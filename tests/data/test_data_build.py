@@ -82,11 +82,16 @@ def test_texts_longer_than_a_row_are_cut_and_said_once(tmp_path: Path, caplog: p
 def test_completions_longer_than_a_row_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     columns = {"prompt": "text", "completion": "completion"}
     texts = [{"text": "p", "completion": "c" * length} for length in (5, 62, 63, 200)]
-    keys = data(write(tmp_path / "a.jsonl", texts), format="prompt_completion", columns=columns, on_error="skip")
+    path = write(tmp_path / "a.jsonl", texts)
+    keys = data(path, format="prompt_completion", columns=columns, long_rows="skip")
     with caplog.at_level(logging.INFO, "portable_fsdp"):
         corpus = build_data(keys)
     assert any("2 documents" in line and "too long" in line and "a.jsonl:3" in line for line in caplog.messages)
     assert Counter(counted(corpus.rows)) == Counter(b"c" * 67 + b"\0\0")
+    cut = build_data(data(path, format="prompt_completion", columns=columns, long_rows="cut"))
+    assert Counter(counted(cut.rows)) == Counter(b"c" * (67 + 2 * 63) + b"\0\0")
+    with pytest.raises(DataError, match=r"a.jsonl:3: expected at most 64 tokens .*\n.*data.long_rows=skip to leave"):
+        build_data(data(path, format="prompt_completion", columns=columns, on_error="skip"))
 
 
 def test_a_document_predicts_if_a_token_behind_its_first_counts(
