@@ -96,7 +96,8 @@ def _explain(options: argparse.Namespace) -> str:
     if options.strict:
         deployments = [_sole_deployment(options, deployments)]
     files: list[str] = [*filter(None, [options.config]), *options.imports]
-    loaded = read_config(files[0], overrides, files[1:], os.environ) if files else None
+    devices = number_of("num_devices", options.num_devices)
+    loaded = read_config(files[0], overrides, files[1:], os.environ, devices=devices) if files else None
     if loaded is None and overrides:
         raise ConfigError(f"override '{overrides[0]}': needs --config.")
     if options.write == "":
@@ -127,7 +128,8 @@ def _rows(options: argparse.Namespace) -> str:
     if options.config is None or options.json or options.strict or options.write:
         raise ConfigError("--rows: needs --config, and no --json, --strict or --write.")
     configure_log(0)  # the log names columns that are left out
-    config = read_config(options.config, options.words, options.imports, os.environ).config
+    devices = number_of("num_devices", options.num_devices) or 1  # rows don't depend on them
+    config = read_config(options.config, options.words, options.imports, os.environ, devices=devices).config
     corpus = build_data(config.data, config.model)
     legend = f"Tokens that count in the loss follow `{COUNTS}`, all others `{CONTEXT}`."
     return "\n".join([legend, *rows_in_text(corpus, config.run.seed, options.rows)])

@@ -89,7 +89,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
         except PortableFSDPError as error:  # no such device here
             return [str(error), *problems_of(config, None)]
 
-    loaded = _read(options, problems_beside)
+    loaded = _read(options, problems_beside, num_devices if launch.is_alone else launch.world_size)
     device, backend = resolve(options.device, options.backend)
     processes = _processes(launch, device, backend, num_devices)
     place = _deployment(launch, device, backend, num_devices)
@@ -191,8 +191,9 @@ def _deployment(launch: Launch, device: str, backend: str, num_devices: int | No
     return Deployment(backend, device, devices, hosts)
 
 
-def _read(options: argparse.Namespace, problems_of: "ProblemsOf") -> "Loaded":
-    """Read the config that the flags name; an error about its keys also has the problems of the rest."""
+def _read(options: argparse.Namespace, problems_of: "ProblemsOf", devices: int | None) -> "Loaded":
+    """Read the config that the flags name; an error about its keys also has the problems of the rest. `devices`: as far
+    as flags and launcher say it."""
     if options.config is None:
         files = [word for word in options.overrides if word.endswith((".yaml", ".yml", ".json")) and "=" not in word]
         example = files[0] if files else "configs/quickstart.yaml"
@@ -204,7 +205,7 @@ def _read(options: argparse.Namespace, problems_of: "ProblemsOf") -> "Loaded":
             return read_file(options.config, options.overrides)
     from portable_fsdp.convert.read import read_config
 
-    return read_config(options.config, options.overrides, options.imports, os.environ, problems_of)
+    return read_config(options.config, options.overrides, options.imports, os.environ, problems_of, devices)
 
 
 def _note_failure(folder: Path, since: float, codes: Mapping[int, int]) -> None:

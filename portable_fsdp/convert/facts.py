@@ -16,12 +16,13 @@ from portable_fsdp.convert.table import (
     KeyOutcome,
     KeyRow,
     Raw,
+    find_anywhere,
     in_words,
     key_table,
 )
 
 BY_ACCELERATE, BY_TRAINER = "accelerate", "Trainer"
-_DEFAULT = "default of Trainer"
+_DEFAULT = "default of "
 _AXOLOTL = ("base_model", "sequence_len", "micro_batch_size", "num_epochs", "lr_scheduler")
 
 
@@ -50,8 +51,8 @@ class KeyEntry(NamedTuple):
 
     @property
     def is_default(self) -> bool:
-        """Whether the file leaves the key out, and Trainer has this default for it."""
-        return self.where == _DEFAULT
+        """Whether the file leaves the key out, and its tool has this default for it."""
+        return self.where.startswith(_DEFAULT)
 
     @property
     def quote(self) -> str:
@@ -124,12 +125,17 @@ class ForeignFacts:
         self.words = {**key_table().defaults.get(self.tool, {}), **set_words}
 
     def absent_defaults(self) -> list[KeyEntry]:
-        """Return the keys of TrainingArguments that the file leaves out, with their defaults."""
-        if self.tool != BY_TRAINER or all(row.place != TRAINER for row, _ in self.rows):
+        """Return the keys of a recipe, or of TrainingArguments, that the file leaves out, with their defaults."""
+        kind, defaults = TRAINER, key_table().training_defaults
+        if self.result.kind in key_table().recipes:
+            kind, defaults = self.result.kind, key_table().recipes[self.result.kind].defaults
+        elif self.tool != BY_TRAINER or all(row.place != TRAINER for row, _ in self.rows):
             return []
         read = {row.name for row, entry in self.rows if entry.raw is not None}
-        absent = ((key, text) for key, text in key_table().training_defaults.items() if key not in read | self.failed)
-        return [KeyEntry(TRAINER, key, text, 0, _DEFAULT) for key, text in absent]
+        where = f"{_DEFAULT}{'Trainer' if kind == TRAINER else kind}"
+        rows = [(find_anywhere(kind, key), key, text) for key, text in defaults.items()]
+        absent = [(key, text) for row, key, text in rows if row is not None and row.name not in read | self.failed]
+        return [KeyEntry(kind, key, text, 0, where) for key, text in absent]
 
     def is_read(self, row: KeyRow, outcome: KeyOutcome) -> bool:
         """Return whether the tool reads a key, as `read_by` says."""

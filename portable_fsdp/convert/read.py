@@ -16,6 +16,7 @@ from portable_fsdp.config.load import MAX_PROBLEMS, LayeredValues, Loaded, Origi
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import NULL_TAG
 from portable_fsdp.convert.facts import ForeignFacts, Import, KeyEntry
+from portable_fsdp.convert.recipes import combine_recipe
 from portable_fsdp.convert.rules import combine
 from portable_fsdp.convert.table import (
     ACCELERATE,
@@ -35,6 +36,7 @@ from portable_fsdp.convert.table import (
     nested_place,
     option_meant,
     outcome_of,
+    recipe_of,
     torch_hint,
 )
 from portable_fsdp.runtime.errors import ConfigError
@@ -76,10 +78,12 @@ def read_config(
     imports: Sequence[str | Path] = (),
     environ: Mapping[str, str] | None = None,
     problems_of: ProblemsOf = lambda config: (),
+    devices: int | None = None,
 ) -> Loaded:
     """Like `load_config`, with the origin of each option and the imports.
 
-    `problems_of` finds further problems where some keys are wrong; the error has both.
+    `problems_of` finds further problems where some keys are wrong; the error has both. `devices`: of the run, where
+    the flags or the launcher say it; a recipe's batch depends on it.
     """
     layers, environ = LayeredValues(Path(path)), environ or {}
     node, values = _parsed(layers.path)
@@ -90,7 +94,7 @@ def read_config(
     for text in overrides:
         layers.override(text)
     launched = _numbers({fact: environ.get(name, "") for fact, name in _NUMBERS.items() if is_by_accelerate(environ)})
-    numbers = dict(launched)
+    numbers = ({} if devices is None else {"num_processes": devices}) | launched
     for _, root in reversed(files):  # the first file counts
         numbers |= _numbers({str(key.value): str(v.value) for key, v in _pairs(root) if isinstance(v, ScalarNode)})
     results = [_lay_file(layers, file, root, numbers) for file, root in files]
@@ -123,6 +127,11 @@ def _parsed(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]]:
             f"{path}: DeepSpeed's own JSON is not supported.\n  Use an accelerate file with zero_stage and offload "
             "keys in deepspeed_config, and set the rest by our own keys or Trainer's."
         )
+    if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
+        raise ConfigError(
+            f"{path}: a config of torchtune, which isn't read: its values name parts of its code.\n  Write our own "
+            "(docs/foreign_configs.md)."
+        )
     return node, values
 
 
@@ -153,7 +162,12 @@ def _lay_file(layers: LayeredValues, path: Path, root: MappingNode, numbers: Map
     given = layers.given()
     overridden = _with_alternatives({".".join(key[:2]) for key, origin in layers.origins.items() if origin.is_override})
     keys = [str(key.value) for key, _ in _pairs(root)]
-    imported = Import(path, max(TOP, key=lambda place: sum(find(place, key) is not None for key in keys)))
+    recipe = recipe_of(keys)
+    if reason := key_table().recipes[recipe].refuse if recipe else "":
+        raise ConfigError(
+            f"{path}: a config of {recipe}, which isn't read: {reason}.\n  Write our own (docs/foreign_configs.md)."
+        )
+    imported = Import(path, recipe or max(TOP, key=lambda place: sum(find(place, key) is not None for key in keys)))
     _read_entries(_entries(root, imported.kind, imported), ForeignFacts(imported, given, overridden, numbers))
     _add(layers, imported, given, overridden)
     return imported
@@ -319,13 +333,14 @@ def _read_entries(entries: Iterable[KeyEntry], facts: ForeignFacts) -> None:
         else:
             _read(facts, row, entry)
     for entry in facts.absent_defaults():
-        row = cast(KeyRow, find(TRAINER, entry.key))
+        row = cast(KeyRow, find_anywhere(entry.place, entry.key))
         options = outcome_of(row, entry.raw).options
         if facts.is_read(row, row) and facts.keys.keys().isdisjoint(options):
             facts.keys |= {option: entry._replace(option=option, value=value) for option, value in options.items()}
     facts.numbers = {**facts.numbers, **{fact: number for fact in _NUMBERS if (number := facts.result.number(fact))}}
     facts.options.update({name: setting for name, setting in facts.keys.items() if not name.startswith("~")})
     combine(facts)
+    combine_recipe(facts)
     used = {(setting.line, setting.key) for setting in facts.options.values()}
     joined = {fact for fact, option in _JOINED.items() if option in facts.options}
     reasons = key_table().unused
@@ -399,6 +414,8 @@ def _set(facts: ForeignFacts, setting: KeyEntry) -> None:
 
 def _compare_with_earlier(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
     """Compare duplicates of a key, also under another name; keys that set options are compared by option."""
+    if "*" in row.name:  # a row of many keys
+        return
     first = next((first for earlier, first in facts.rows if earlier is row and first.place == entry.place), None)
     if first is not None and first.text.lower() != entry.text.lower():
         facts.contradiction("", first, entry)

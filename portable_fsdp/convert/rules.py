@@ -10,7 +10,7 @@ import math
 from typing import cast
 
 from portable_fsdp.convert.facts import BY_ACCELERATE, BY_TRAINER, ForeignFacts, KeyEntry
-from portable_fsdp.convert.table import DEEPSPEED, ENVIRONMENT, FSDP, MEGATRON
+from portable_fsdp.convert.table import AXOLOTL, DEEPSPEED, ENVIRONMENT, FSDP, MEGATRON
 
 _FREED = ("FULL_SHARD", "HYBRID_SHARD")  # strategies that free the gathered weights after forward
 _HYBRID = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}
@@ -204,6 +204,8 @@ def _adapters(facts: ForeignFacts) -> None:
     settings = {name.removeprefix("~lora."): key for name, key in facts.keys.items() if name.startswith("~lora.")}
     if (switch is not None and not switch.value) or not (settings or switch):
         return
+    if switch is None and facts.result.kind == AXOLOTL:
+        return
     if switch is None and not any(key.key in _IMPLY_ADAPTERS for key in settings.values()):
         facts.result.add_problem(
             next(iter(settings.values())),
@@ -212,6 +214,8 @@ def _adapters(facts: ForeignFacts) -> None:
         )
         return
     values = {name: key.value for name, key in settings.items() if name != "parameters"}
+    if values.pop("linear", False):
+        values["targets"] = ["all-linear", *cast(list[str], values.get("targets", []))]
     if parameters := facts.value("~lora.parameters"):
         values["targets"] = [*cast(list[str], values.get("targets", [])), *parameters]
     facts.set("model.lora", values, next(iter(settings.values()), switch) or facts.keys["~lora"])
@@ -240,6 +244,8 @@ def _batch(facts: ForeignFacts) -> None:
     """Set global_batch = rows of a device * accumulation * devices, if the file sets all three."""
     rows, times = facts.keys.get("train.micro_batch"), facts.keys.get("~accumulate")
     accumulated = facts.value("~accumulate") or 1
+    if (whole := facts.value("~rows_of_step")) and (times is None or times.is_default):  # axolotl's batch_size
+        accumulated = max(1, whole // (facts.value("train.micro_batch") or 1))
     source = rows if rows is not None and (rows.is_default or times is None or times.is_default) else times
     if source is None or "train.global_batch" in facts.overridden or (rows is None and accumulated == 1):
         return
@@ -254,8 +260,8 @@ def _batch(facts: ForeignFacts) -> None:
     elif rows is not None and rows.is_default and accumulated == 1:
         facts.set("train.global_batch", micro if isinstance(micro, int) else rows.value, rows, "of one device")
     elif "train.global_batch" not in facts.given and facts.can_read("num_processes", "per_device_train_batch_size"):
-        text = "the global batch also needs num_processes and per_device_train_batch_size.\n"
-        facts.result.add_problem(source, f"{text}  Set train.global_batch: rows of a device * accumulation * devices.")
+        text = "the global batch also needs num_processes and per_device_train_batch_size.\n  Pass --num_devices=N, or "
+        facts.result.add_problem(source, f"{text}set train.global_batch: rows of a device * accumulation * devices.")
 
 
 def _batch_of_spmd(facts: ForeignFacts, rows: KeyEntry, accumulated: int) -> None:

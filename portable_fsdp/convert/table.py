@@ -7,8 +7,9 @@ Values are text (None for null; lists and mappings of these), so an unquoted `NO
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -21,6 +22,7 @@ from portable_fsdp.config.describe import option_names, yaml_value
 ACCELERATE, TRAINER, FSDP, SCRIPT = "accelerate", "TrainingArguments", "fsdp_config", "script arguments"
 MIXED, DEEPSPEED, MEGATRON = "mixed_precision_policy", "deepspeed_config", "megatron_lm_config"
 SAGEMAKER, ENVIRONMENT = "SageMaker", "environment"
+AXOLOTL, TRL = "axolotl", "TRL SFT"
 
 TOP = (ACCELERATE, TRAINER, FSDP, SCRIPT)
 """Places whose keys are at the top level of a file: an accelerate YAML, TrainingArguments, an fsdp_config by itself."""
@@ -36,7 +38,7 @@ _DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf1
 
 Raw = str | None | list["Raw"] | dict[str, "Raw"]
 
-_NO_MAPPINGS = (ACCELERATE, TRAINER, SCRIPT, SAGEMAKER, ENVIRONMENT)
+_NO_MAPPINGS = (ACCELERATE, TRAINER, SCRIPT, SAGEMAKER, ENVIRONMENT, AXOLOTL, TRL)
 
 
 class KeyOutcome(BaseModel):
@@ -80,7 +82,7 @@ class KeyRow(KeyOutcome):
     aliases: tuple[str, ...] = ()
     words: Mapping[str, KeyOutcome] = {}
     values: (
-        Literal["any", "flag", "text", "names", "dtype", "several", "number", "numbers", "whole"]
+        Literal["any", "flag", "text", "names", "dtype", "several", "number", "numbers", "whole", "raw"]
         | tuple[str, ...]
         | None
     ) = Field(default=None, alias="as")
@@ -115,13 +117,24 @@ class KeyTable(NamedTuple):
     unused: Mapping[str, str]  # fact or option -> why it may set nothing
     torch: Mapping[str, str]  # `word=alias` of torch's FSDP -> what to write here
     nested: list[str]  # names of mappings in a file; each is also the place of its keys
+    recipes: Mapping[str, "Recipe"]  # tool -> how its files of whole runs are recognised
+
+
+class Recipe(NamedTuple):
+    """A tool whose file stands for a whole run."""
+
+    tells: list[str]  # keys that such a file has together, with spaces between them
+    defaults: Mapping[str, str]  # of keys that a file leaves out
+    refuse: str  # why its files aren't read
 
 
 @cache
 def key_table() -> KeyTable:
     """Return the table. Raises pydantic.ValidationError for a malformed row."""
-    text = Path(__file__).with_name("keys.yaml").read_text(encoding="utf-8")
-    parsed = cast(dict[str, Any], yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    parsed: dict[str, Any] = {}
+    for name in ("keys.yaml", "recipes.yaml"):
+        text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+        parsed |= cast(dict[str, Any], yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
     rows = {place: rows for place, rows in parsed.items() if isinstance(rows, list)}
     keys: list[KeyRow] = []
     for place, fields in ((place, fields) for place, fields_of_rows in rows.items() for fields in fields_of_rows):
@@ -133,7 +146,18 @@ def key_table() -> KeyTable:
         name: parsed[name]
         for name in ("prefixes", "families", "defaults", "training_defaults", "flags", "unused", "torch")
     }
-    return KeyTable(keys=tuple(keys), nested=nested, **mappings)
+    recipes = {
+        tool: Recipe(each["tells"], each.get("defaults", {}), each.get("refuse", ""))
+        for tool, each in parsed["recipes"].items()
+    }
+    return KeyTable(keys=tuple(keys), nested=nested, recipes=recipes, **mappings)
+
+
+def recipe_of(keys: Collection[str]) -> str:
+    """Return the tool whose whole run a file with these top-level keys is, or an empty string."""
+    names = {plain_name(key) for key in keys}
+    tools = key_table().recipes.items()
+    return next((tool for tool, recipe in tools if any(names.issuperset(t.split()) for t in recipe.tells)), "")
 
 
 @cache
@@ -159,7 +183,10 @@ def _by_place() -> dict[str, dict[str, KeyRow]]:
 
 def find(place: str, key: str) -> KeyRow | None:
     """Return the row of a key as written in that place (with or without prefix, in any case), or None."""
-    return _by_place().get(place, {}).get(plain_name(key))
+    names, key = _by_place().get(place, {}), plain_name(key)
+    if (row := names.get(key)) is not None or place not in key_table().recipes:
+        return row
+    return next((names[name] for name in names if "*" in name and fnmatchcase(key, name)), None)
 
 
 def find_anywhere(place: str, key: str) -> KeyRow | None:
@@ -262,6 +289,8 @@ def outcome_of(row: KeyRow, raw: Raw) -> KeyOutcome:
             return (row.words.get(names[0].lower()) if len(names) == 1 else None) or _setting(row, names)
         case "several":
             return _several(row, raw)
+        case "raw":
+            return _setting(row, raw)
         case "numbers" if isinstance(raw, dict):
             numbers = {name: number_of(scalar(value)) for name, value in raw.items()}
             return _setting(row, {name: int(n) if n.is_integer() else n for name, n in numbers.items()})

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from portable_fsdp.config.describe import Settings, autos, with_value
 from portable_fsdp.config.schema import Config
-from portable_fsdp.convert.read import load_config
+from portable_fsdp.convert.read import read_config
 from portable_fsdp.convert.table import flag_hint
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.plan import planner, result
@@ -74,7 +74,7 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
 
     def config_of(settings: Settings) -> Config:
         swept = [f"{key}={value}" for key, value in settings.items()]
-        return load_config(options.config, [*options.overrides, *swept], options.imports)
+        return read_config(options.config, [*options.overrides, *swept], options.imports, devices=target.devices).config
 
     def plan_of(settings: Settings) -> Plan:
         return planner.make_plan(config_of(settings), target, worker, to_stderr, backend=options.backend)

@@ -122,7 +122,8 @@ def _read(options: argparse.Namespace) -> tuple[Path, Config, Deployment]:
     if options.config is None:
         raise UsageError("tune: --config=FILE is required.")
     path = Path(options.config)
-    config = read_config(options.config, options.overrides, options.imports, os.environ).config
+    devices = number_of("num_devices", options.num_devices)
+    config = read_config(options.config, options.overrides, options.imports, os.environ, devices=devices).config
     try:
         device, engine = resolve(options.device, options.backend)
     except PortableFSDPError as error:

@@ -12,16 +12,18 @@ import yaml
 from accelerate_keys import class_fields, keys_of
 from foreign_files import problems, read
 
-from portable_fsdp.config.describe import option_names
+from portable_fsdp.config.describe import option_names, yaml_value
 from portable_fsdp.convert.facts import BY_ACCELERATE, BY_TRAINER
 from portable_fsdp.convert.read import read_config
 from portable_fsdp.convert.rules import LOGGING_STEPS
 from portable_fsdp.convert.table import (
+    AXOLOTL,
     ENVIRONMENT,
     FSDP,
     MIXED,
     SAGEMAKER,
     TRAINER,
+    TRL,
     bare_name,
     find,
     find_anywhere,
@@ -183,9 +185,16 @@ OVERRIDES: dict[str, object] = yaml.safe_load("""
  memory.gradient_checkpointing: full,
  model.attention: sdpa, optim.min_lr_ratio: 0.5, optim.name: sgd, optim.schedule: constant, train.eval_every: 5,
  precision.compute: bfloat16, precision.buffers: bfloat16, precision.master: float32, precision.output: bfloat16,
- precision.frozen: nf4, precision.reduce: bfloat16, sharding.replicas: 2, train.global_batch: 8, train.max_grad_norm: 1}
+ precision.frozen: nf4, precision.reduce: bfloat16, sharding.replicas: 2, train.global_batch: 8, train.max_grad_norm: 1,
+ model.freeze: ["*norm*"], data.seq_len: 64}
 """)
 """A value for each option that a refusal names."""
+
+WHOLE_RUNS: dict[str, dict[str, object]] = {
+    AXOLOTL: {"base_model": "folder", "sequence_len": 8, "micro_batch_size": 1, "val_set_size": 0.1},
+    TRL: {"model_name_or_path": "folder", "dataset_name": "a/b"},
+}
+"""Keys by which such a file is recognised."""
 
 
 def test_the_override_that_a_refusal_names_lifts_it(tmp_path: Path) -> None:
@@ -201,11 +210,13 @@ def test_the_override_that_a_refusal_names_lifts_it(tmp_path: Path) -> None:
             inside = {place: {row.name: value}} if place else {row.name: value}
             if row.place == MIXED:  # of which Trainer, whose fsdp_config it would be alone, reads nothing
                 inside = {FSDP: inside}
-            theirs.write_text(yaml.safe_dump(inside))
-            message = problems(theirs, *rest)
+            theirs.write_text(yaml.safe_dump(inside | WHOLE_RUNS.get(row.place, {})))
+            more = ["data.format=text"] if row.place in WHOLE_RUNS else []
+            message = problems(theirs, *rest, *more)
             assert f"{row.name}: {value} can't be honoured: {refusal.refuse}.\n  Fix: {refusal.fixes}." in message
             assert refusal.fixes.endswith(f", or override {option}")
-            more = ["data.source=jsonl"] if option == "data.path" else []
-            assert read_config(theirs, [*rest, *more, f"{option}={OVERRIDES[option]}"]), (row.place, row.name, value)
+            more += ["data.source=jsonl"] if option == "data.path" else []
+            overrides = [*rest, *more, f"{option}={yaml_value(OVERRIDES[option])}"]
+            assert read_config(theirs, overrides, devices=1), (row.place, row.name, value)
             count += 1
     assert count > 70

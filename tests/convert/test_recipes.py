@@ -1,0 +1,259 @@
+"""Files of axolotl and TRL that stand for a whole run: each value against what the tool's own source makes of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from foreign_files import plain
+
+from portable_fsdp.config.describe import value_of
+from portable_fsdp.convert.read import read_config
+from portable_fsdp.runtime.errors import ConfigError
+
+ALPACA = {"datasets": [{"path": "a/b", "type": "alpaca"}]}
+AXOLOTL: dict[str, Any] = {
+    "base_model": "a/m",
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "num_epochs": 4,
+}
+CHATS = {"path": "a/c", "type": "chat_template", "field_messages": "conversations"}
+SHAREGPT = {"message_property_mappings": {"role": "from", "content": "value"}}
+OWN = {"format": "[INST] {instruction} {input} [/INST]", "no_input_format": "[INST] {instruction} [/INST]"}
+LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16}
+TRL: dict[str, Any] = {"model_name_or_path": "a/m", "dataset_name": "a/b"}
+
+# what the file has -> what it means on 4 devices
+RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "axolotl's defaults": (
+        {"base_model": "a/m", **ALPACA},
+        {
+            **{"run.seed": 42, "data.seq_len": 512, "train.micro_batch": 1, "train.global_batch": 4, "train.epochs": 1},
+            **{"optim.name": "adamw", "optim.weight_decay": 0, "optim.betas": (0.9, 0.999), "optim.eps": 1e-8},
+            **{
+                "optim.schedule": "cosine",
+                "optim.min_lr_ratio": 1e-6,
+                "optim.warmup_steps": "3%",
+                "data.packing": "none",
+            },
+            **{"precision.compute": "bfloat16", "precision.master": "bfloat16", "data.long_rows": "skip"},
+            **{"memory.gradient_checkpointing": "none", "checkpoint.every": None, "checkpoint.keep": 4},
+            **{"train.max_grad_norm": 1, "train.eval_every": None, "data.eval_split": None, "model.lora": None},
+        },
+    ),
+    "alpaca": (
+        AXOLOTL | ALPACA | {"val_set_size": 0.05, "evals_per_epoch": 4, "saves_per_epoch": 1, "sample_packing": True},
+        {
+            **{"data.source": "huggingface", "data.path": "a/b", "data.format": "instruction", "data.prompt": "alpaca"},
+            **{
+                "train.global_batch": 32,
+                "data.eval_split": "5%",
+                "train.eval_every": "6.25%",
+                "train.eval_on_start": True,
+            },
+            **{"checkpoint.every": "25%", "data.packing": "documents"},
+        },
+    ),
+    "no rows held out": (AXOLOTL | ALPACA | {"val_set_size": 0, "evals_per_epoch": 4}, {"train.eval_every": None}),
+    "alpaca as a chat": (
+        AXOLOTL
+        | {"datasets": [{"path": "a/b", "type": "alpaca:chat", "split": "train[:20%]"}], "train_on_inputs": True},
+        {"data.prompt": "alpaca-chat", "data.split": "train[:20%]", "data.train_on": "all"},
+    ),
+    "chats": (
+        AXOLOTL | {"datasets": [{**CHATS, **SHAREGPT, "drop_system_message": True}], "chat_template": "llama3"},
+        {
+            **{"data.format": "chat", "data.columns": {"messages": "conversations"}, "data.ignore": ("system",)},
+            **{"data.chat_template": "llama3", "data.train_on": "answers"},
+        },
+    ),
+    "the tokenizer's template": (
+        AXOLOTL
+        | {"datasets": [CHATS], "chat_template": "tokenizer_default", "special_tokens": {"eos_token": "<|eot|>"}},
+        {"data.chat_template": None, "data.end": "<|eot|>"},
+    ),
+    "a template that the model has": (
+        AXOLOTL | {"datasets": [CHATS], "chat_template": "gemma3"},
+        {"data.chat_template": "gemma3"},
+    ),
+    "roles": (
+        AXOLOTL | {"datasets": [{**CHATS, "roles_to_train": ["user", "assistant"]}]},
+        {"data.train_on": ("user", "assistant")},
+    ),
+    "a format of one's own": (
+        AXOLOTL
+        | {"datasets": [{"path": "a/b", "type": {**OWN, "field_instruction": "q", "system_prompt": "Be {brief}.\n"}}]},
+        {
+            "data.columns": {"instruction": "q"},
+            "data.prompt": (
+                "Be {{brief}}.\n[INST] {instruction} {input} [/INST]",
+                "Be {{brief}}.\n[INST] {instruction} [/INST]",
+            ),
+        },
+    ),
+    "files": (
+        AXOLOTL | {"datasets": [{"path": "json", "data_files": "rows.jsonl", "type": "completion", "field": "body"}]},
+        {"data.source": "jsonl", "data.path": "rows.jsonl", "data.format": "text", "data.columns": {"text": "body"}},
+    ),
+    "several datasets": (
+        AXOLOTL | {"datasets": [{"path": "a/b", "type": "alpaca"}, CHATS]},
+        {
+            "data.mixture": lambda parts: (
+                [(part.path, part.format, part.weight) for part in parts]
+                == [("a/b", "instruction", "rows"), ("a/c", "chat", "rows")]
+            )
+        },
+    ),
+    "adapters": (
+        AXOLOTL | ALPACA | LORA | {"lora_target_linear": True, "lora_target_modules": ["q_proj", "experts"]},
+        {
+            "model.lora": lambda lora: (
+                (lora.r, lora.alpha, lora.dropout, lora.targets) == (8, 16, 0, ("all-linear", "q_proj", "experts"))
+            ),
+            **{"precision.frozen": "bfloat16", "precision.master": "float32"},
+        },
+    ),
+    "4 bits": (
+        AXOLOTL | ALPACA | LORA | {"adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True},
+        {"precision.frozen": "nf4_double"},
+    ),
+    "adapters turned off": (AXOLOTL | ALPACA | {"lora_r": 8, "adapter": None}, {"model.lora": None}),
+    "FSDP": (
+        AXOLOTL | ALPACA | {"fsdp": ["full_shard", "auto_wrap"], "bf16": True},
+        {"sharding.strategy": "FULL_SHARD", "precision.master": "float32", "precision.compute": "bfloat16"},
+    ),
+    "DeepSpeed by name": (
+        AXOLOTL | ALPACA | {"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"},
+        {"sharding.strategy": "FULL_SHARD", "memory.cpu_offload": True, "precision.master": "float32"},
+    ),
+    "steps beside epochs": (
+        AXOLOTL | ALPACA | {"max_steps": 5000, "optimizer": "paged_adamw_8bit", "cosine_min_lr_ratio": 0.1},
+        {
+            **{"train.steps": 5000, "train.epochs": None, "optim.warmup_steps": 100, "optim.name": "adamw8bit"},
+            **{"optim.min_lr_ratio": 0.1, "checkpoint.every": "25%"},
+        },
+    ),
+    "a batch of one device": (
+        {"base_model": "a/m", **ALPACA, "micro_batch_size": 2, "batch_size": 8},
+        {"train.micro_batch": 2, "train.global_batch": 32},
+    ),
+    "kernels and trackers": (
+        AXOLOTL | ALPACA | {"liger_rope": True, "flash_attention": True, "wandb_project": "p", "wandb_entity": None},
+        {"observe.trackers": ("wandb",), "model.attention": "auto"},
+    ),
+    "TRL's defaults": (
+        TRL | {"dataset_text_field": "text"},
+        {
+            **{"data.source": "huggingface", "data.path": "a/b", "data.split": "train", "data.format": "text"},
+            **{"data.seq_len": 1024, "data.packing": "none", "train.micro_batch": 8, "train.global_batch": 32},
+            **{"train.epochs": 3, "optim.lr": 2e-5, "optim.schedule": "linear", "optim.min_lr_ratio": 1e-6},
+            **{"optim.weight_decay": 0, "optim.betas": (0.9, 0.999), "precision.compute": "bfloat16", "run.seed": 42},
+            **{"precision.master": "float32", "memory.gradient_checkpointing": "full", "checkpoint.every": 500},
+            **{"train.log_every": 10, "data.long_rows": "cut", "train.eval_every": None, "data.eval_split": None},
+        },
+    ),
+    "TRL's adapters": (
+        TRL | {"dataset_text_field": "text", "use_peft": True, "lora_target_modules": ["q_proj"], "load_in_4bit": True},
+        {
+            "model.lora": lambda lora: (lora.r, lora.alpha, lora.dropout, lora.targets) == (16, 32, 0.05, ("q_proj",)),
+            "precision.frozen": "nf4",
+        },
+    ),
+    "TRL evaluates its test split": (
+        TRL | {"dataset_text_field": "text", "eval_strategy": "steps", "eval_steps": 50, "packing": True},
+        {"data.eval_split": "test", "train.eval_every": 50, "data.packing": "documents"},
+    ),
+    "a mixture of TRL's": (
+        {
+            "model_name_or_path": "a/m",
+            "dataset_text_field": "text",
+            "datasets": [{"path": "a/b"}, {"path": "a/c", "name": "x"}],
+        },
+        {"data.mixture": lambda parts: [part.path for part in parts] == ["a/b", "a/c:x"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_means_what_its_tool_makes_of_it(name: str, tmp_path: Path) -> None:
+    given, expected = RECIPES[name]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(given))
+    config = read_config(tmp_path / "recipe.yaml", devices=4).config
+    for option, value in expected.items():
+        actual: Any = value_of(config, option)
+        assert value(actual) if isinstance(value, Callable) else actual == value, (option, actual)
+
+
+@pytest.mark.parametrize(
+    ("form", "given", "counts"),
+    [
+        ("chat", {}, "all"),
+        ("chat", {"assistant_only_loss": True}, "answers"),
+        ("prompt_completion", {}, "answers"),
+        ("prompt_completion", {"completion_only_loss": False}, "all"),
+    ],
+)
+def test_what_counts_in_trl(form: str, given: dict[str, Any], counts: str, tmp_path: Path) -> None:
+    (tmp_path / "trl.yaml").write_text(yaml.safe_dump(TRL | given))
+    data = read_config(tmp_path / "trl.yaml", [f"data.format={form}"], devices=1).config.data
+    assert (data.train_on, data.path, data.long_rows) == (counts, "a/b", "cut")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a task": (
+        AXOLOTL | {"datasets": [CHATS], "rl": "dpo"},
+        "recipe.yaml:9: rl: dpo can't be honoured: this task is not",
+    ),
+    "another type": (
+        AXOLOTL | {"datasets": [{"path": "a", "type": "jeopardy"}]},
+        "datasets[0]: type: jeopardy is not built",
+    ),
+    "no such template": (
+        AXOLOTL | {"datasets": [CHATS], "chat_template": "mine"},
+        "chat_template: no template of this name",
+    ),
+    "rows by number": (AXOLOTL | ALPACA | {"val_set_size": 100}, "a number of rows, 100, can't be held out"),
+    "an unknown key": (AXOLOTL | ALPACA | {"learning_rat": 1}, "learning_rat: unknown key of axolotl"),
+    "an unknown key of a dataset": (AXOLOTL | {"datasets": [CHATS | {"fiel": 1}]}, "datasets[0]: fiel is not read"),
+    "4 bits of torchao": (
+        AXOLOTL | ALPACA | {"optimizer": "adamw_torch_4bit"},
+        "Fix: set it to adamw_torch_fused or adamw_bnb",
+    ),
+    "another DeepSpeed file": (
+        AXOLOTL | ALPACA | {"deepspeed": "mine.json"},
+        "expected one of axolotl's own, zero1.json",
+    ),
+    "TRL without a form": (TRL, "dataset_name: TRL sees from the first row whether rows are texts"),
+    "TRL without targets": (
+        TRL | {"dataset_text_field": "t", "use_peft": True},
+        "TRL takes peft's list for the architecture",
+    ),
+    "LLaMA-Factory": (
+        {"model_name_or_path": "a", "stage": "sft", "dataset": "b"},
+        "a config of LLaMA-Factory, which isn't read",
+    ),
+    "torchtune": (
+        {"model": {"_component_": "torchtune.models.x"}, "epochs": 1},
+        "a config of torchtune, which isn't read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_said_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
+    given, message = REFUSED[name]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(given, sort_keys=False))
+    with pytest.raises(ConfigError) as error:
+        read_config(path, devices=4)
+    assert message in plain(str(error.value), tmp_path)
+
+
+def test_without_devices_the_batch_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(AXOLOTL | ALPACA))
+    with pytest.raises(ConfigError, match=r"Pass --num_devices=N, or set train\.global_batch"):
+        read_config(path)
+    assert read_config(path, ["train.global_batch=16"]).config.train.micro_batch == 2
