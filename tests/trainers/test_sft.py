@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 from jobs import device_count
-from trainer_runs import CASES, model_of, plain_class
+from trainer_runs import CASES, example_losses, model_of, plain_class
 from trainer_runs import _counting as counting
 from workers import GetWorkers, Group, JobFailed, marked
 
@@ -100,12 +100,12 @@ def run(name: str, folder: Path, alone: bool, resume: str | None = None, **more:
     """Step and name -> number, and how many programs XLA has compiled in the last quarter."""
     case = KINDS[name]
     plain_class()  # keeps XLA out of transformers
-    import trl  # pyright: ignore[reportMissingImports] # in one environment
+    import trl
 
     from portable_fsdp.trainers import on_portable
 
-    is_dpo = case.kind == "chosen"
-    config, trainer = (trl.DPOConfig, trl.DPOTrainer) if is_dpo else (trl.SFTConfig, trl.SFTTrainer)
+    name_of_trl = "DPO" if case.kind == "chosen" else "SFT"
+    config, trainer = (getattr(trl, f"{name_of_trl}{end}") for end in ("Config", "Trainer"))
     each = BATCH // (1 if alone else device_count())
     settings: dict[str, Any] = {"max_steps": 10, "logging_steps": 1, "save_strategy": "no", "report_to": []}
     settings |= {"learning_rate": 1e-2, "bf16": False, "use_cpu": True, "disable_tqdm": True, **case.settings, **more}
@@ -189,3 +189,10 @@ def test_what_an_engine_cannot_do_is_refused(
         workers(group).run(run, name=name, folder=tmp_path, alone=False, **settings)
     assert failure.value.kind == "ConfigError"
     assert message in failure.value.message
+
+
+@pytest.mark.proof
+@pytest.mark.xla
+def test_the_example_learns_and_resumes_elsewhere(tmp_path: Path) -> None:
+    losses = example_losses("sft", tmp_path)
+    assert losses[-1] < losses[0] * 0.75

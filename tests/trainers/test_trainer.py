@@ -1,7 +1,6 @@
 """transformers' Trainer on both engines, against the same class alone on one device with the same global batch."""
 
 import json
-import os
 import subprocess
 import sys
 from functools import cache
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_runs import CASES, model_of, plain_run, portable_run, portable_trainer
+from trainer_runs import CASES, example_losses, model_of, plain_run, portable_run, portable_trainer
 from workers import GetWorkers, Group, JobFailed, marked
 
 TWO, THREE, XLA = Group("gloo", 2), Group("gloo", 3), Group("xla", 4)
@@ -162,18 +161,8 @@ def test_a_plain_import_loads_no_trainer() -> None:
 @pytest.mark.proof
 @pytest.mark.xla
 def test_the_example_learns_and_resumes_elsewhere(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "examples" / "trainer.py"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    for start, variable in ((torchrun, "device=cpu"), ([sys.executable], "device=cpu backend=xla num_devices=2")):
-        env = os.environ | {"PORTABLE_FSDP": variable, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*start, str(script)], cwd=tmp_path, env=env, check=True, capture_output=True)
-        log = json.loads((tmp_path / "runs/trainer/checkpoint-60/trainer_state.json").read_text())["log_history"]
-        assert [entry["step"] for entry in log if "loss" in entry] == [10, 20, 30, 40, 50, 60]
-        (tmp_path / "runs/trainer/checkpoint-60").rename(tmp_path / variable)
-    states = [json.loads((tmp_path / name / "trainer_state.json").read_text()) for name in ("device=cpu", variable)]
-    losses = [[entry["loss"] for entry in state["log_history"] if "loss" in entry] for state in states]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert losses[0][-1] < losses[0][0] / 2
+    losses = example_losses("trainer", tmp_path)
+    assert losses[-1] < losses[0] / 2
 
 
 def test_only_a_trainer_is_taken() -> None:
