@@ -49,7 +49,9 @@ KINDS = {
     "dpo loaded": Rows("chosen", PAIRS),
     "dpo bf16": Rows("chosen", PAIRS | {"bf16": True, "learning_rate": 1e-3}, reference=True, tolerance=2e-3),
 }
-ON_XLA = [marked(XLA, name, in_suite=name == "texts") for name in KINDS if name != "bfd" and "dpo" not in name]
+IN_TEST_LATEST = ("completions", "lora bf16", "dpo lora")
+RUNS = [marked(TWO, name, in_suite=name in IN_TEST_LATEST) for name in KINDS]
+RUNS += [marked(XLA, name, in_suite=False) for name in KINDS if name != "bfd" and "dpo" not in name]
 REFUSED = {
     "bfd": (XLA, {}, "packing_strategy='wrapped'"),
     "texts": (XLA, {"pad_to_multiple_of": None}, "each length would be another program"),
@@ -150,7 +152,7 @@ def curve_alone(name: str) -> dict[str, float]:
         return run(name, Path(folder), alone=True)[0]
 
 
-@pytest.mark.parametrize(("group", "name"), [*(marked(TWO, name, in_suite=True) for name in KINDS), *ON_XLA])
+@pytest.mark.parametrize(("group", "name"), RUNS)
 def test_the_losses_are_those_of_trl_alone(group: Group, name: str, workers: GetWorkers, tmp_path: Path) -> None:
     expected = curve_alone(name)
     cast(Any, model_of(CASES["plain"])).save_pretrained(tmp_path)
@@ -180,7 +182,7 @@ def test_a_run_goes_on_elsewhere_and_comes_back(workers: GetWorkers, tmp_path: P
 
 @pytest.mark.parametrize(
     ("group", "name", "settings", "message"),
-    [marked(at[0], name, *at[1:], in_suite=True) for name, at in REFUSED.items()],
+    [marked(at[0], name, *at[1:], in_suite=at[0] == TWO) for name, at in REFUSED.items()],
 )
 def test_what_an_engine_cannot_do_is_refused(
     group: Group, name: str, settings: dict[str, Any], message: str, workers: GetWorkers, tmp_path: Path
