@@ -78,23 +78,25 @@ def test_the_saved_folder_opens_by_from_pretrained(group: Group, workers: GetWor
     assert not any(torch.equal(value, first[key]) for key, value in weights[0].items())
 
 
-def best_run(name: str, folder: Path) -> tuple[float, float, str]:
-    """The best evaluation's loss, that of the model in the end, and the folder of the best one."""
+def best_run(name: str, folder: Path) -> tuple[float, float, str, set[float]]:
+    """The best evaluation's loss, that of the model in the end, the best one's folder, and the optimizer's steps."""
     settings = {"save_strategy": "steps", "save_steps": 4, "eval_steps": 4, "max_steps": 12, "learning_rate": 0.02}
     trainer = portable_trainer(name, folder, **settings, load_best_model_at_end=True)
     try:
         trainer.train()
         best = min(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
-        return best, trainer.evaluate()["eval_loss"], Path(trainer.state.best_model_checkpoint).name
+        steps = {float(state["step"]) for state in trainer.optimizer.optimizer.state.values()}
+        return best, trainer.evaluate()["eval_loss"], Path(trainer.state.best_model_checkpoint).name, steps
     finally:
         trainer.accelerator.end_training()
 
 
 @pytest.mark.parametrize("group", PLACES)
 def test_the_best_weights_come_back(group: Group, workers: GetWorkers, tmp_path: Path) -> None:
-    for best, last, folder in workers(group).run(best_run, name="evaluation", folder=tmp_path):
+    for best, last, folder, steps in workers(group).run(best_run, name="evaluation", folder=tmp_path):
         assert folder == "checkpoint-4"  # these rows are noise: later weights know the training rows by heart
         assert last == pytest.approx(best, rel=1e-6)
+        assert steps == {12.0}  # weights alone are loaded
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
