@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 # Each test starts processes, which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 TORCH_LATEST := 2.13.0
+# A variable: `call` would split it.
 EXTRAS_LATEST := test,trl
 # 0.18 needs a newer torch than torch_xla's.
 TORCHAO := torchao<0.18
@@ -128,8 +129,8 @@ clean:  ## removes environments, caches and build products; keeps runs/
 	$(RUN) -m pip install --quiet --editable '.[tpu,dev,trl]' '$(TORCHAO)'
 	touch $@
 
-# Installs one torch: its interpreter, the Python to make it with, the version, extras. torch first: asked for by its exact
-# version, pip doesn't look for another one afterwards. Then ours with these extras.
+# Installs one torch: its interpreter, the Python to make it with, the version, our extras. torch first: asked for by
+# its exact version, pip doesn't look for another one afterwards.
 define INSTALL_TORCH
 test -x $(1) || $(2) -m venv $(@D)
 $(1) -m pip install --quiet --upgrade pip
