@@ -50,8 +50,10 @@ KINDS = {
     "dpo bf16": Rows("chosen", PAIRS | {"bf16": True, "learning_rate": 1e-3}, reference=True, tolerance=2e-3),
 }
 IN_TEST_LATEST = ("completions", "lora bf16", "dpo lora")
-RUNS = [marked(TWO, name, in_suite=name in IN_TEST_LATEST) for name in KINDS]
-RUNS += [marked(XLA, name, in_suite=False) for name in KINDS if name != "bfd" and "dpo" not in name]
+RUNS = [
+    *(marked(TWO, name, in_suite=name in IN_TEST_LATEST) for name in KINDS),
+    *(marked(XLA, name, in_suite=False) for name in KINDS if name != "bfd" and "dpo" not in name),
+]
 REFUSED = {
     "bfd": (XLA, {}, "packing_strategy='wrapped'"),
     "texts": (XLA, {"pad_to_multiple_of": None}, "each length would be another program"),
