@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -235,21 +235,20 @@ class Saving:
             hook(models, folder)
         elsewhere = [name for name, model in self._named_models().items() if not any(model is m for m in models)]
         objects = self._objects()
-        with self._open(folder, elsewhere, "weights_only" if weights_only else "all") as checkpoints:
+        with self._open(folder, elsewhere) as checkpoints:
             if (point := checkpoints.find("auto")) is None:
                 raise StateError(f"load_state: {folder} has no checkpoint.\n  Pass a folder of save_state.")
             on_process_0(self._engine, lambda: require_weights(point.path, [*self._named_models()], elsewhere))
-            checkpoints.load(point, self._named_models(), self._inner_optimizers(), objects)
+            source = point._replace(weights_only=weights_only)
+            checkpoints.load(source, self._named_models(), self._inner_optimizers(), objects)
         if not weights_only:
             self.random.set()
 
-    def _open(
-        self, folder: str, elsewhere: Collection[str], load: Literal["all", "weights_only"] = "all"
-    ) -> Checkpoints:
+    def _open(self, folder: str, elsewhere: Collection[str]) -> Checkpoints:
         config = self._config.model_dump(mode="json")
         for key in ("micro_batch", "global_batch"):  # of the engine's devices: the script has its own batches
             config["train"].pop(key, None)
-        one = {"async_save": False, "load": load, "keep": 1, "keep_every": None}  # a save replaces that of before
+        one = {"async_save": False, "keep": 1, "keep_every": None}  # a save replaces that of before
         settings = self._config.checkpoint.model_copy(update=one)
         models = [*self._named_models().values()]
         is_one = len(models) == 1 and not elsewhere  # then transformers can open it, and the trainer
