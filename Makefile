@@ -3,8 +3,8 @@ PYTHON ?= python3.11
 # Each test starts processes, which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 TORCH_LATEST := 2.13.0
-# SFTTrainer and DPOTrainer of a Trainer script: tests/trainers/test_sft.py.
-TRL := trl>=1.16,<1.17
+# A variable: `call` would split it.
+EXTRAS_LATEST := test,trl
 # 0.18 needs a newer torch than torch_xla's.
 TORCHAO := torchao<0.18
 # Half of train.steps in configs/quickstart.yaml; tests/test_docs.py compares them.
@@ -29,7 +29,8 @@ PYTEST_ON_TORCHTPU := TEST_TORCHTPU=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHON_WIT
 ON_TORCHTPU := $(addprefix tests/backends/test_,torchtpu.py torchtpu_start.py contract.py)
 # What torch itself does differently from version to version: FSDP2, its collectives, compile, dispatch.
 ON_TORCH := $(addprefix tests/backends/test_,contract.py native.py tensor.py memory.py one_device.py) tests/accelerator/test_patterns.py tests/accelerator/test_names.py tests/optim tests/plan/test_fake_step.py
-MORE_ON_TORCH := tests/backends tests/checkpoint tests/models tests/optim tests/plan/test_fake_step.py tests/train tests/launch/test_launch.py
+ON_TORCH += tests/trainers/test_sft.py $(addprefix tests/trainers/test_trainer.py::test_,the_best_weights_come_back adapters_are_peft_s evaluate_comes_before_train_and_train_twice)
+MORE_ON_TORCH := tests/backends tests/checkpoint tests/models tests/optim tests/plan/test_fake_step.py tests/train tests/trainers tests/launch/test_launch.py
 
 # The same of configs/finetune_smollm2.yaml. The package holds the model's GGUF file; nothing of it is run or installed.
 FINETUNE_HALF := 15
@@ -62,11 +63,11 @@ test: env  ## the whole suite, but for the proofs
 	$(RUN) -m pytest $(BY_FILE)
 
 proof: env  ## what is too long for every commit
-	$(RUN) -m pytest -m proof
+	TEST_TRL=1 $(RUN) -m pytest -m proof
 	$(RUN) benchmarks/step_beside_trainer.py --check --steps=8 --way=native --way=xla --way="native x 2"
 
 proofs-of: env  ## a few minutes of the proofs: those that COMMIT chooses, HEAD if not set
-	$(RUN) -m pytest -q -m proof --proofs-of=$(COMMIT)
+	TEST_TRL=1 $(RUN) -m pytest -q -m proof --proofs-of=$(COMMIT)
 
 demo: env  ## trains on 2 native processes, resumes on 4 XLA devices, exports, samples, plots: all in runs/demo
 	rm -rf runs/demo
@@ -97,12 +98,11 @@ site: env  ## builds the documentation site in site/, offline; a warning is an e
 env-latest: .venv-latest/.installed  ## the environment .venv-latest: the newest torch, no torch_xla
 
 test-latest: env-latest  ## what rests most on torch, with the newest one
-	$(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof" $(ON_TORCH)
+	TEST_TRL=1 $(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof" $(ON_TORCH)
 
-proof-latest: env-latest  ## all that rests on torch, with the newest one; trl's trainers
+proof-latest: env-latest  ## all that rests on torch, with the newest one; all of trl's trainers
 	$(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof" $(MORE_ON_TORCH)
-	$(LATEST) -m pip install --quiet '$(TRL)'
-	TEST_TRL=1 $(LATEST) -m pytest -m "not xla and not proof" tests/trainers/test_sft.py
+	TEST_TRL=1 $(LATEST) -m pytest -m "not xla" tests/trainers/test_sft.py
 
 env-py312: .venv-py312/.installed  ## the environment .venv-py312: Python 3.12 and torch 2.11
 
@@ -126,24 +126,24 @@ clean:  ## removes environments, caches and build products; keeps runs/
 .venv/.installed: pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv .venv
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable '.[tpu,dev]' '$(TORCHAO)'
+	$(RUN) -m pip install --quiet --editable '.[tpu,dev,trl]' '$(TORCHAO)'
 	touch $@
 
-# Installs one torch: its interpreter, the Python to make it with, the version. torch first: asked for by its exact
-# version, pip doesn't look for another one afterwards.
+# Installs one torch: its interpreter, the Python to make it with, the version, our extras. torch first: asked for by
+# its exact version, pip doesn't look for another one afterwards.
 define INSTALL_TORCH
 test -x $(1) || $(2) -m venv $(@D)
 $(1) -m pip install --quiet --upgrade pip
 $(1) -m pip install --quiet 'torch==$(3)'
-$(1) -m pip install --quiet --editable '.[test]' 'torch==$(3)'
+$(1) -m pip install --quiet --editable '.[$(4)]' 'torch==$(3)'
 touch $@
 endef
 
 .venv-latest/.installed: pyproject.toml
-	$(call INSTALL_TORCH,$(LATEST),$(PYTHON),$(TORCH_LATEST))
+	$(call INSTALL_TORCH,$(LATEST),$(PYTHON),$(TORCH_LATEST),$(EXTRAS_LATEST))
 
 .venv-py312/.installed: pyproject.toml
-	$(call INSTALL_TORCH,$(PY312),$(PYTHON312),$(TORCH_PY312))
+	$(call INSTALL_TORCH,$(PY312),$(PYTHON312),$(TORCH_PY312),test)
 
 .venv-torchtpu/.installed: pyproject.toml
 	test -x $(TORCHTPU) || $(PYTHON) -m venv .venv-torchtpu

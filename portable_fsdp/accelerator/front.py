@@ -4,6 +4,8 @@ The constructor opens an engine and fills accelerate's states by it (`state.py`)
 states is inherited. `names.yaml` says of each public name which of both it is, or why it is refused.
 """
 
+# pyright: reportPrivateUsage=false
+
 import atexit
 import inspect
 import os
@@ -31,7 +33,7 @@ from portable_fsdp.accelerator.saving import Saving, StateError
 from portable_fsdp.accelerator.start import start_workers
 from portable_fsdp.accelerator.state import close, end_with_a_sentence, fill_states, open_engine, plugin_of
 from portable_fsdp.accelerator.watch import HostReads, WholeCopies
-from portable_fsdp.backends.contract import Backend
+from portable_fsdp.accelerator.whole import with_own_tensors
 from portable_fsdp.backends.gathered import GradientGraphs
 from portable_fsdp.checkpoint.named import has_layouts_of_its_own
 from portable_fsdp.config.schema import Config
@@ -41,40 +43,44 @@ from portable_fsdp.runtime.errors import ConfigError
 class PreparedOptimizer(AcceleratedOptimizer):
     """accelerate's wrapper: a step and zero_grad do something where gradients are complete."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        engine: Backend,
-        keeps: bool,
-        before: Callable[[], None],
-        after: Callable[[], None],
-        has_state: bool,
-    ) -> None:
-        """`keeps`: gradients stay, zeroed. `before` and `after` run around what the engine does."""
+    def __init__(self, optimizer: torch.optim.Optimizer, accelerator: "Accelerator") -> None:
         super().__init__(optimizer, device_placement=False)
-        self._engine, self._keeps, self._before, self._after = engine, keeps, before, after
-        self.steps, self._had_state, self.waits = 0, has_state, False  # waits: for its model to be prepared
+        self._of, self._number = accelerator, accelerator._saving.adopt_optimizer(self)
+        self.steps, self._had_state = 0, bool(optimizer.state)  # torch's Adagrad has some
+        self.waits = accelerator._twins.lacks(optimizer)  # for its model to be prepared
 
     def state_dict(self) -> dict[str, Any]:
-        """State that `prepare` allocated shows after the first step, as that of an unprepared optimizer."""
-        state = super().state_dict()
-        return state if self.steps or self._had_state else {**state, "state": {}}
+        """Whole tensors, where the state is sharded. All processes call it, or process 0 alone. State that `prepare`
+        allocated shows after the first step, as that of an unprepared optimizer."""
+        state = self.optimizer.state_dict()
+        if not self.steps and not self._had_state:
+            return {**state, "state": {}}
+        tensors = [value for values in state["state"].values() for value in values.values()]
+        is_sharded = any(isinstance(value, DTensor) or getattr(value, "is_xla", False) for value in tensors)
+        return self._of._saving.optimizer_state(self._number) if is_sharded else state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave, on each process."""
+        self.optimizer.load_state_dict(with_own_tensors(self._of.engine, self.optimizer, state_dict))
+        self._had_state = self._had_state or bool(state_dict["state"])
 
     def step(self, closure: Any = None) -> None:
         if self.waits:
             kind = type(self.optimizer).__name__
             raise ConfigError(f"step: {kind} has weights of a model that isn't prepared.\n  Prepare the model too.")
         if self.gradient_state.sync_gradients:
-            self._before()
+            self._of._begin_work()
+            self._of._saving.forget_puts()
             self.steps += 1
             self.optimizer.step(closure) if closure is not None else self.optimizer.step()
-            self._after()
+            self._of._copies.begin()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         if self.gradient_state.sync_gradients and not self.waits:
-            self._before()
-            self._engine.zero_gradients(self.optimizer, keep=self._keeps or set_to_none is False)
-            self._after()
+            self._of._begin_work()
+            keep = self._of._keeps_gradients or set_to_none is False
+            self._of.engine.zero_gradients(self.optimizer, keep=keep)
+            self._of._copies.begin()
 
 
 class Accelerator(accelerate.Accelerator):
@@ -103,7 +109,7 @@ class Accelerator(accelerate.Accelerator):
         sections = {name: kwargs.pop(name) for name in [*kwargs] if name in Config.model_fields}
         given = _by_name(args, kwargs)
         fsdp = given.pop("fsdp_plugin", None)
-        if given.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
+        if given.pop("cpu", False) or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
             device = "cpu"
         precision = str(given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
         refuse_arguments(given, precision, processes)
@@ -111,10 +117,10 @@ class Accelerator(accelerate.Accelerator):
             cast_ = {"compute": "bfloat16", "output": "float32"}
             sections["precision"] = cast_ | dict(sections.get("precision") or {})
         plugin = given.get("gradient_accumulation_plugin")
-        steps = int(plugin.num_steps if plugin is not None else given.get("gradient_accumulation_steps", 1))
+        steps: Any = plugin.num_steps if plugin is not None else given.get("gradient_accumulation_steps", 1)
         start = {"device": device, "backend": backend, "num_devices": num_devices}
-        if steps < 1:
-            raise ConfigError(f"Accelerator: gradient_accumulation_steps={steps}: expected at least 1.")
+        if not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"Accelerator: gradient_accumulation_steps={steps}: expected an integer, at least 1.")
         start_workers(start)
         self._opened = open_engine(config, sections, start, steps, processes, fsdp)
         self.engine = self._opened.engine
@@ -192,18 +198,8 @@ class Accelerator(accelerate.Accelerator):
             if optimizer not in self._optimizers:
                 self._optimizers.append(optimizer)
             return optimizer
-        has_state = bool(optimizer.state)  # torch's Adagrad
-        prepared = PreparedOptimizer(
-            optimizer,
-            self.engine,
-            keeps=self._keeps_gradients,
-            before=self._begin_work,
-            after=self._copies.begin,
-            has_state=has_state,
-        )
-        if self._twins.lacks(optimizer):
-            prepared.waits = True
-        else:
+        prepared = PreparedOptimizer(optimizer, self)
+        if not prepared.waits:
             prepare_optimizer(optimizer, self.engine, self._twins)
         return _added(prepared, self._optimizers)
 
@@ -259,6 +255,8 @@ class Accelerator(accelerate.Accelerator):
     def backward(self, loss: Tensor, count: Tensor | float | None = None, **kwargs: Any) -> None:
         """Add the gradients of `loss`: the mean over this process's rows, or over its `count` items where a mask
         leaves some out. Uneven batches weigh by their rows. *collective* with `count`"""
+        if not self._models:
+            raise ConfigError("backward: no model is prepared.\n  Call accelerator.prepare(model, ...) before.")
         self._copies.end()
         share = self._share(count)
         if isinstance(share, Tensor) or share != 1.0:

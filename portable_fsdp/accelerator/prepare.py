@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.nested import floats_in
@@ -48,6 +49,8 @@ def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, en
             twins.add(weight, weight)
         return made
     name = type(model).__name__
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
+        raise ConfigError(f"prepare: the model is a {name}.\n  Pass the model itself: model.module.")
     if hasattr(model, "_orig_mod"):
         raise ConfigError(f"prepare: {name} is compiled.\n  Leave torch.compile out: compile={{'enabled': True}}.")
     if engine.device.type == "xla":
@@ -65,8 +68,10 @@ def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, en
             raise ConfigError(f"prepare: {fqn}, a parameter of a lazy module, has no shape.\n  Specify its sizes.")
         values[fqn] = old.detach().cpu()
         put_parameter(slots, old.detach().to("meta"), old.requires_grad)
-    for buffer in model.buffers():
-        buffer.data = buffer.data.cpu()
+    on_host = {buffer: buffer.cpu() for buffer in model.buffers()}
+    for module in model.modules():
+        buffers = cast(Any, module)._buffers
+        buffers.update({name: on_host[buffer] for name, buffer in buffers.items() if buffer is not None})
     if engine.process.count > 1 and engine.device.type != "xla":
         for value in [*values.values(), *model.buffers()]:
             dist.broadcast(value, src=0)

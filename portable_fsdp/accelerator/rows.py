@@ -15,6 +15,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
 from accelerate.utils import concatenate, find_batch_size, recursively_apply, slice_tensors
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from portable_fsdp.accelerator.position import Position
@@ -146,7 +147,7 @@ class PreparedLoader(DataLoaderShard):
         last one."""
         self._engine, self._shards, self._before_read, self._end_step = engine, shards, before_read, end_step
         self._sizes: deque[Sizes] = deque()
-        self._has_warned = False
+        self._has_warned, self._shapes = False, set[tuple[tuple[int, ...], ...]]()
         self.rows: Sizes | None = None  # of the running batch
         self._of_script = loader
         kept = {name: getattr(loader, name) for name in _LOADER if hasattr(loader, name)}
@@ -156,6 +157,8 @@ class PreparedLoader(DataLoaderShard):
             kept |= {"batch_size": loader.batch_size and loader.batch_size * many, "drop_last": loader.drop_last}
         else:
             batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+            if batches is None:
+                raise ConfigError("prepare: a DataLoader with batch_size=None has no batches.\n  Set batch_size.")
             if shards.seedable and isinstance(getattr(batches, "sampler", None), RandomSampler):
                 _make_seedable(
                     cast(BatchSampler, batches),
@@ -164,7 +167,7 @@ class PreparedLoader(DataLoaderShard):
             own = OwnBatches(cast(Any, batches), shards, self._sizes.append)
             kept["batch_sampler"] = own
             self._sampler = getattr(own.sampler, "sampler", own.sampler)
-            if isinstance(self._sampler, RandomSampler) and self._sampler.generator is None and not shards.split:
+            if getattr(self._sampler, "generator", self) is None and not shards.split:  # of any class, as there
                 seed = engine.agree(int(torch.empty((), dtype=torch.int64).random_().item()))
                 self._sampler.generator = torch.Generator().manual_seed(seed)
         generator = getattr(self._sampler, "generator", None) if not self._is_stream else None
@@ -190,6 +193,8 @@ class PreparedLoader(DataLoaderShard):
         for batch in super().__iter__():
             self._end_step()
             self.rows = self._sizes.popleft() if self._sizes else None
+            if self.rows and self._shards.split and self.rows.total != self.batch_sampler.batch_size:
+                self.remainder = self.rows.total  # what is gathered for metrics has no more rows
             self._warn_of_parts()
             if state is not None:  # the sampler has drawn
                 torch.set_rng_state(state)
@@ -199,6 +204,7 @@ class PreparedLoader(DataLoaderShard):
             elif first is None:
                 first = batch
             self.position.note_batch()
+            self._warn_of_shapes(batch)
             yield self.place(batch)
             self._before_read()
         self._end_step()
@@ -206,6 +212,14 @@ class PreparedLoader(DataLoaderShard):
         self.position.finish()
         if self._origin is not None:
             self._origin.iteration = self.iteration
+
+    def _warn_of_shapes(self, batch: Any) -> None:
+        """XLA compiles a program for each: a full batch and the last one are two."""
+        tensors = [value for value in tree_leaves(batch) if isinstance(value, Tensor)]
+        self._shapes.add(tuple(tuple(tensor.shape) for tensor in tensors))
+        if len(self._shapes) == 3 and self._engine.device.type == "xla":
+            log.warning("a loader's batches have 3 shapes so far: XLA compiles a program for each. Pad to one length")
+            self._shapes.add(())  # said once
 
     def _warn_of_parts(self) -> None:
         """XLA aborts the process for `weight[ids]` and one_hot without an error; `prepare_model` mends nn.Embedding."""
@@ -218,7 +232,7 @@ class PreparedLoader(DataLoaderShard):
     def begin(self) -> None:
         super().begin()
         if self._shards.split and not self._is_stream:
-            self.remainder = 0  # no row comes twice
+            self.remainder = 0  # until a batch is smaller
 
     def _completed(self, batch: Any, first: Any) -> Any:
         """Complete the last rows of a stream as accelerate does: with the first ones, one for each shard."""

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from portable_fsdp.accelerator.random_states import RandomStates
 from portable_fsdp.accelerator.rows import PreparedLoader
+from portable_fsdp.accelerator.state import log
 from portable_fsdp.accelerator.turns import turns_of
 from portable_fsdp.accelerator.whole import copy_of, in_own_classes, layouts, put_whole, whole
 from portable_fsdp.backends.contract import Backend
@@ -48,10 +49,13 @@ class Saving:
     def __init__(self, accelerator: "Accelerator", engine: Backend, config: Config) -> None:
         self._accelerator, self._engine, self._config = accelerator, engine, config
         self._models: list[nn.Module] = []  # all that were prepared: their numbers name them to other processes
+        self._all_optimizers: list[Any] = []
+        self._before_put: dict[tuple[int, str], Tensor] = {}  # weight -> this process's part before a put
         self.turns = turns_of(engine, config.run.peer_timeout_s)
         self.random = RandomStates(engine)
         self._value = torch.empty(0)  # that process 0 puts into a weight
-        actions = {"state_dict": self._state_dict, "put": self._put, "pickle": self._copy}
+        actions = {"state_dict": self._state_dict, "put": self._put, "put_back": self._put_back, "pickle": self._copy}
+        actions |= {"optimizer_state": self._optimizer_state}
         actions |= {"save_state": self._save, "load_state": self._load}
         self._number = self.turns.register(actions)
 
@@ -109,25 +113,64 @@ class Saving:
                 state[name] = copies[value]
         return state
 
-    def put(self, weight: DTensor, value: Tensor) -> None:
-        """Overwrite a weight by process 0's whole value. All processes call it, or process 0 alone."""
-        number, name, self._value = 0, "", value
-        if self._engine.process.index == 0:  # it has the first rows of each weight; `weight` may be its `.data`
-            part = weight.to_local().data_ptr()
-            number, name = next(
-                (number, name)
-                for number, model in enumerate(self._models)
-                for name, own in model.named_parameters()
-                if isinstance(own, DTensor) and own.to_local().data_ptr() == part
-            )
-        self.turns.act(self._number, "put", number, name, by_name=True)
+    def put(self, weight: DTensor, value: Tensor) -> bool:
+        """Overwrite a weight by process 0's whole value, or by what it was before such a put. All processes call it, or
+        process 0 alone. False for parts of another origin, which each process puts in by itself."""
+        at = self._name_of(weight) or (0, "")  # process 0 has the first rows of each weight
+        if isinstance(value, DTensor):
+            before = self._before_put.get(at)
+            if before is None or not torch.equal(before, value.to_local().cpu()):
+                return False
+            self.turns.act(self._number, "put_back", *at, by_name=True)
+            return True
+        self._value = value
+        self.turns.act(self._number, "put", *at, by_name=True)
+        return True
+
+    def _name_of(self, weight: DTensor) -> tuple[int, str] | None:
+        """The number of a weight's model, and its name there; `weight` may be its `.data`."""
+        part = weight.to_local().data_ptr()
+        own = ((at, name, w) for at, model in enumerate(self._models) for name, w in model.named_parameters())
+        found = ((at, name) for at, name, w in own if isinstance(w, DTensor) and w.to_local().data_ptr() == part)
+        return next(found, None)
 
     def _put(self, is_own: bool, number: int, name: str) -> None:
         weight = cast(DTensor, self._models[number].get_parameter(name))
+        self._before_put[number, name] = weight.to_local().detach().to("cpu", copy=True)
         value = self._value.detach() if self._engine.process.index == 0 else torch.empty(weight.shape)
         value = value.to(weight.device, weight.dtype)
         with torch.no_grad():
             weight.copy_(distribute_tensor(value, weight.device_mesh, weight.placements))
+
+    def _put_back(self, is_own: bool, number: int, name: str) -> None:
+        """Undo a put: an average's `restore`, perhaps on process 0 alone."""
+        with torch.no_grad():
+            part = cast(DTensor, self._models[number].get_parameter(name)).to_local()
+            part.copy_(self._before_put.pop((number, name)))
+
+    def forget_puts(self) -> None:
+        """The optimizer steps: what was put in stays."""
+        self._before_put.clear()
+
+    def adopt_optimizer(self, prepared: Any) -> int:
+        self._all_optimizers.append(prepared)
+        return len(self._all_optimizers) - 1
+
+    def optimizer_state(self, number: int) -> dict[str, Any]:
+        """An optimizer's state with whole tensors. All processes call it, or process 0 alone."""
+        return self.turns.act(self._number, "optimizer_state", number)
+
+    def _optimizer_state(self, is_own: bool, number: int) -> dict[str, Any]:
+        state = self._all_optimizers[number].optimizer.state_dict()
+        values = [value for each in state["state"].values() for value in each.values()]
+        copies = whole(self._engine, nn.Module(), filter(torch.is_tensor, values), is_own)
+        if not is_own:
+            return {}
+        parts = {
+            at: {key: copies[v] if isinstance(v, Tensor) else v for key, v in values.items()}
+            for at, values in state["state"].items()
+        }
+        return {**state, "state": parts}
 
     def _load_state_dict(
         self, model: nn.Module, module: nn.Module, plain: Any, state_dict: Mapping[str, Any], strict: bool = True,
@@ -170,6 +213,8 @@ class Saving:
     def _save(self, is_own: bool, output_dir: str | None) -> str:
         accelerator, engine = self._accelerator, self._engine
         engine.end_step()
+        if not accelerator.sync_gradients:
+            log.warning("save_state within a gradient accumulation: a resume lacks the gradients added so far")
         folder = on_process_0(engine, lambda: new_folder(accelerator, output_dir))
         elsewhere = self._run_save_hooks(folder)
         steps = max((optimizer.steps for optimizer in self._optimizers().values()), default=0)
@@ -190,21 +235,21 @@ class Saving:
             hook(models, folder)
         elsewhere = [name for name, model in self._named_models().items() if not any(model is m for m in models)]
         objects = self._objects()
-        with self._open(folder, elsewhere, "weights_only" if weights_only else "all") as checkpoints:
+        with self._open(folder, elsewhere) as checkpoints:
             if (point := checkpoints.find("auto")) is None:
                 raise StateError(f"load_state: {folder} has no checkpoint.\n  Pass a folder of save_state.")
             on_process_0(self._engine, lambda: require_weights(point.path, [*self._named_models()], elsewhere))
-            checkpoints.load(point, self._named_models(), self._inner_optimizers(), objects)
+            source = point._replace(weights_only=weights_only)
+            checkpoints.load(source, self._named_models(), self._inner_optimizers(), objects)
         if not weights_only:
             self.random.set()
 
-    def _open(
-        self, folder: str, elsewhere: Collection[str], load: Literal["all", "weights_only"] = "all"
-    ) -> Checkpoints:
+    def _open(self, folder: str, elsewhere: Collection[str]) -> Checkpoints:
         config = self._config.model_dump(mode="json")
         for key in ("micro_batch", "global_batch"):  # of the engine's devices: the script has its own batches
             config["train"].pop(key, None)
-        settings = self._config.checkpoint.model_copy(update={"async_save": False, "load": load})
+        one = {"async_save": False, "keep": 1, "keep_every": None}  # a save replaces that of before
+        settings = self._config.checkpoint.model_copy(update=one)
         models = [*self._named_models().values()]
         is_one = len(models) == 1 and not elsewhere  # then transformers can open it, and the trainer
         architecture: Any = getattr(models[0], "config", None) if is_one else None

@@ -102,7 +102,7 @@ def open_engine(
         engine = open_backend(resolved, **start)
     logging.root.handlers[:] = handlers  # torch_xla's import logs, which would make the script's basicConfig do nothing
     engine.__enter__()
-    atexit.register(close)
+    atexit.register(_close_at_exit)
     is_one = processes == "one" and engine.device.type == "xla"
     _opened.append(Opened(engine, resolved, arguments, 1 if is_one else engine.row_shards, Twins()))
     _accumulate(_opened[0], steps)
@@ -131,6 +131,9 @@ def _were_reset() -> bool:
 
 def with_variable(sections: Mapping[str, Any], start: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """The overrides of the constructor and of the variable, whose count; and the start by both."""
+    for name, values in sections.items():
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"Accelerator: {name}={values!r}: expected a dict, as {name}={{'KEY': VALUE}}.")
     overrides = [
         f"{name}.{key}={yaml_value(value)}" for name, values in sections.items() for key, value in values.items()
     ]
@@ -232,19 +235,31 @@ def _lines_of_gloo() -> Generator[None]:
 
 
 def end_with_a_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End a script that raises a PortableFSDPError with its message, without a traceback."""
-    if isinstance(error, PortableFSDPError):
+    """End a script that raises a PortableFSDPError, or meets the end of another process, with its message, without a
+    traceback."""
+    ours = error if isinstance(error, PortableFSDPError) else None
+    try:
+        close(error)
+    except PortableFSDPError as lost:
+        ours = ours or lost
+    if ours is not None:
         with redirect_stderr(sys.__stderr__):  # torch.distributed calls this with one that it prints later
-            to_stderr(str(error))
-        raise SystemExit(error.exit_code)
+            to_stderr(str(ours))
+        raise SystemExit(ours.exit_code)
     sys.__excepthook__(kind, error, trace)
 
 
-def close() -> None:
-    """Close the engine, so that another Accelerator may open one."""
-    atexit.unregister(close)
-    error = getattr(sys, "last_value", None)  # at the end of a script that fails
+def close(error: BaseException | None = None) -> None:
+    """Close the engine, so that another Accelerator may open one. `error` ends the script."""
+    atexit.unregister(_close_at_exit)
     while _opened:
         _opened.pop().engine.__exit__(type(error) if error else None, error, None)
     for state in (PartialState, AcceleratorState, GradientState):
         cast(Any, state)._shared_state.clear()
+
+
+def _close_at_exit() -> None:
+    try:
+        close(getattr(sys, "last_value", None))
+    except PortableFSDPError as lost:
+        to_stderr(str(lost))

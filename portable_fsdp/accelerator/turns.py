@@ -106,8 +106,12 @@ class Turns:
     def _finish(self) -> None:
         """At the end of a script that doesn't call end_training: process 0 may save there, and needs the others."""
         if not hasattr(sys, "last_value"):  # else an error ends this process
-            with contextlib.suppress(RuntimeError):  # process 0 may have held the store, and be gone
+            try:
                 self.point("the end of the script")
+            except TrainingError as error:
+                to_stderr(str(error))
+            except RuntimeError:  # process 0 may have held the store, and be gone
+                pass
         self._over.set()
 
     def close(self) -> None:

@@ -86,12 +86,13 @@ class WholeCopies(_ScriptMode):
     """Lets whole copies of weights, made before `prepare`, be averaged with the sharded ones, without gradients.
 
     Each process has such a copy, as an EMA class makes it (`shadow_params`). It stays whole: weights are gathered for
-    it, one operation at a time. *collective* `put(weight, whole)` overwrites a weight. It is on from an optimizer's
+    it, one operation at a time. *collective* `put(weight, value)` overwrites a weight, or returns False for values that
+    each process has its part of. It is on from an optimizer's
     step, a loader's end or a forward without gradients to the next batch, forward or backward, and where scripts save:
     it slows each of torch's functions. For other operations of both, torch raises its error.
     """
 
-    def __init__(self, put: Callable[[DTensor, Tensor], None]) -> None:
+    def __init__(self, put: Callable[[DTensor, Tensor], bool]) -> None:
         super().__init__()
         self._put, self._is_used = put, False
 
@@ -113,13 +114,14 @@ class WholeCopies(_ScriptMode):
             return func(*args, **kwargs)
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor) and value.dim()]
         has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        targets, *others = (value if isinstance(value, (list, tuple)) else [value] for value in args)
+        if name in _PUTS and isinstance(targets[0], DTensor) and not has_gradient:
+            for target, value in zip(targets, others[0], strict=True):
+                if not self._put(target, value):
+                    target.copy_(value)
+            return args[0]
         if has_gradient or len({isinstance(tensor, DTensor) for tensor in tensors}) < 2:
             return func(*args, **kwargs)
-        targets, *others = (value if isinstance(value, (list, tuple)) else [value] for value in args)
-        if name in _PUTS and isinstance(targets[0], DTensor):
-            for target, value in zip(targets, others[0], strict=True):
-                self._put(target, value)
-            return args[0]
 
         def whole(value: Any) -> Any:
             return value.full_tensor() if isinstance(value, DTensor) else value

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from portable_fsdp.backends.contract import Backend, Piece
 from portable_fsdp.checkpoint.named import Merged, has_layouts_of_its_own
@@ -83,6 +83,34 @@ def put_whole(engine: Backend, model: nn.Module, values: Mapping[Tensor, Tensor]
         for tensor, (name, _) in known.items():
             if name in named:
                 engine.load_tensor(tensor, partial(read, name))
+
+
+def with_own_tensors(
+    engine: Backend, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A state with whole tensors, as one whose tensors lie where the optimizer's lie. `prepare` has allocated these, or
+    a step; else torch places them."""
+    engine.end_step()
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    state = {number: dict(values) for number, values in state_dict["state"].items()}
+    for number, weight in zip(numbers, weights, strict=False):  # torch says it of other groups
+        for key, value in state.get(number, {}).items():
+            own = optimizer.state.get(weight, {}).get(key)
+            if isinstance(value, DTensor) or not isinstance(value, Tensor) or value.dim() == 0:
+                continue
+            if isinstance(own, Tensor) and own.shape == value.shape:
+                with torch.no_grad():
+                    engine.load_tensor(own, partial(_slice, value))
+                state[number][key] = own
+            elif isinstance(weight, DTensor) and weight.shape == value.shape:
+                mesh, placements = weight.device_mesh, weight.placements
+                state[number][key] = distribute_tensor(value, mesh, placements, src_data_rank=None)
+    return {**state_dict, "state": state}
+
+
+def _slice(value: Tensor, slices: Region) -> Tensor:
+    return value[slices]
 
 
 def copy_of(module: nn.Module, values: Mapping[Tensor, Tensor], known: dict[nn.Module, nn.Module]) -> nn.Module:

@@ -42,6 +42,8 @@ def gather_head(model: Any) -> None:
 def wrong_for_trl(args: Any, devices: int, is_xla: bool) -> Iterator[str]:
     """Problems of SFTConfig and DPOConfig on this engine, each with what to do."""
     kinds = {base.__name__ for base in type(args).__mro__ if base.__module__.partition(".")[0] == "trl"}
+    if "DPOConfig" in kinds and args.precompute_ref_log_probs:
+        yield "precompute_ref_log_probs runs the model before the engine has sharded it.\n  Set it to False."
     if "DPOConfig" in kinds and is_xla:
         yield (
             "DPOTrainer picks the logits of completions by a mask, whose size XLA compiles anew in each step.\n  Train "

@@ -271,6 +271,13 @@ class ShadowParams:
         for shadow, weight in zip(self.shadow_params, weights, strict=True):
             weight.data.copy_(shadow.to(weight.device).data)
 
+    def store(self, weights: list[Tensor]) -> None:
+        self.kept = [weight.detach().cpu().clone() for weight in weights]
+
+    def restore(self, weights: list[Tensor]) -> None:
+        for kept, weight in zip(self.kept, weights, strict=True):
+            weight.data.copy_(kept.data)
+
 
 def shadow_params(acc: Any) -> Steps:
     """The shadow is made before the model is prepared, and put in for an evaluation."""

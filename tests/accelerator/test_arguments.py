@@ -1,13 +1,15 @@
 """What configures an Accelerator beside accelerate's arguments, without opening an engine."""
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.data import DataLoader
 
 from portable_fsdp.accelerator.front import refuse_arguments
 from portable_fsdp.accelerator.state import resolved_config, with_variable
@@ -73,3 +75,37 @@ def test_a_device_chosen_for_accelerate_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:1")
     with pytest.raises(ConfigError, match=r"ACCELERATE_TORCH_DEVICE=cuda:1 isn't read.\n  Unset it, and set PORTABLE"):
         refuse_arguments({}, "no", "devices")
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a word for a section": ({"sharding": "FULL_SHARD"}, "Accelerator: sharding='FULL_SHARD': expected a dict"),
+    "steps": (
+        {"gradient_accumulation_steps": "two"},
+        "gradient_accumulation_steps=two: expected an integer, at least 1",
+    ),
+    "a misspelt keyword": ({"shardings": {}}, "Accelerator: got an unexpected keyword argument 'shardings'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_is_a_sentence(name: str) -> None:
+    from portable_fsdp import Accelerator
+
+    given, message = WRONG[name]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Accelerator(device="cpu", backend="native", **given)
+
+
+def test_cpu_true_and_what_prepare_refuses() -> None:
+    from portable_fsdp import Accelerator
+
+    acc = Accelerator(cpu=True, num_devices=1)
+    assert acc.device.type == "cpu"
+    loss = torch.ones((), requires_grad=True)
+    with pytest.raises(ConfigError, match=r"backward: no model is prepared.\n  Call accelerator.prepare"):
+        acc.backward(loss)
+    with pytest.raises(ConfigError, match=r"the model is a DataParallel.\n  Pass the model itself: model.module"):
+        acc.prepare(torch.nn.DataParallel(torch.nn.Linear(2, 2)))
+    with pytest.raises(ConfigError, match="a DataLoader with batch_size=None has no batches"):
+        acc.prepare(DataLoader(cast(Any, range(4)), batch_size=None))
+    acc.end_training()

@@ -50,27 +50,35 @@ def test_a_backward_of_the_loss_itself_is_refused_on_several_processes(workers: 
         assert "accelerator.backward(loss)" in sentence
 
 
-def averaged_alone() -> bool:
-    """Process 0 puts whole weights in and reads them, as diffusion scripts do at their end."""
+def averaged(all_do: bool) -> tuple[bool, bool]:
+    """Whole weights are put in, read and taken out, as diffusion scripts do for a validation. The weights have the
+    average then, and at the end their own values."""
     torch.manual_seed(0)
-    acc = accelerator()
-    try:
-        model = Net()
-        shadow = ShadowParams(weight + 1 for weight in model.parameters())
-        model = acc.prepare(model)
-        acc.wait_for_everyone()
-        if acc.is_main_process:
-            shadow.copy_to([*model.parameters()])
-            saved = acc.unwrap_model(model).state_dict()
-            names = [name for name, _ in model.named_parameters()]
-            return all(torch.equal(saved[name], own) for name, own in zip(names, shadow.shadow_params, strict=True))
-        return True
-    finally:
-        acc.end_training()
+    acc, has_average = accelerator(), True
+    model = Net()
+    before = [weight.detach().clone() for weight in model.parameters()]
+    shadow = ShadowParams(weight + 1 for weight in before)
+    model = acc.prepare(model)
+    acc.wait_for_everyone()
+    if all_do or acc.is_main_process:
+        shadow.store([*model.parameters()])
+        shadow.copy_to([*model.parameters()])
+        saved = acc.unwrap_model(model).state_dict()
+        names = [name for name, _ in model.named_parameters()]
+        has_average = all(torch.equal(saved[name], own) for name, own in zip(names, shadow.shadow_params, strict=True))
+        shadow.restore([*model.parameters()])
+    acc.wait_for_everyone()
+    after = acc.unwrap_model(model).state_dict()
+    is_back = all(
+        torch.equal(after[name], own) for (name, _), own in zip(model.named_parameters(), before, strict=True)
+    )
+    acc.end_training()
+    return has_average, is_back
 
 
-def test_process_0_alone_puts_an_average_in(workers: GetWorkers) -> None:
-    assert workers(Group("gloo", 2)).run(averaged_alone) == [True, True]
+@pytest.mark.parametrize("all_do", [False, True], ids=["process 0 alone", "all processes"])
+def test_an_average_is_put_in_and_taken_out(all_do: bool, workers: GetWorkers) -> None:
+    assert workers(Group("gloo", 2)).run(averaged, all_do=all_do) == [(True, True)] * 2
 
 
 def test_an_optimizer_without_its_model_is_refused_at_its_step() -> None:

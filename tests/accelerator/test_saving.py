@@ -1,6 +1,7 @@
 """Checkpoints of accelerate scripts: they travel between engines, process 0 may save alone, hooks get whole models."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -99,13 +100,13 @@ def train(folder: Path, save_at: int, stop_at: int, resumes: bool) -> list[float
 
 @pytest.mark.xla
 def test_a_checkpoint_in_mid_epoch_travels_between_engines(workers: GetWorkers, tmp_path: Path) -> None:
-    """Process 0 saves it alone. The second save goes into the same folder."""
+    """Process 0 saves it alone. The second save replaces the first in the same folder."""
     whole, *_ = workers(TWO).run(train, folder=tmp_path, save_at=10, stop_at=24, resumes=False)
     (on_xla,) = workers(XLA).run(train, folder=tmp_path, save_at=14, stop_at=16, resumes=True)
     (alone,) = workers(ALONE).run(train, folder=tmp_path, save_at=0, stop_at=24, resumes=True)
     assert on_xla == pytest.approx(whole[10:16], rel=1e-5)
     assert alone == pytest.approx(whole[14:], rel=1e-5)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000007"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000007"]
 
 
 def llama() -> nn.Module:
@@ -223,6 +224,47 @@ def pickle_alone(folder: Path) -> list[bool]:
 @pytest.mark.parametrize("group", [marked(group, in_suite=True) for group in (ALONE, TWO, XLA)])
 def test_a_pickled_model_is_a_whole_one_of_the_scripts_class(group: Group, workers: GetWorkers, tmp_path: Path) -> None:
     assert workers(group).run(pickle_alone, folder=tmp_path) == [[True] * 2] * group.processes
+
+
+def by_hand(folder: Path) -> tuple[list[float], list[float], list[str]]:
+    """Losses after four steps, and again after loading what process 0 alone wrote with torch.save then, and the
+    checkpoints of a folder that is saved into twice."""
+    acc = accelerator(split_batches=True)
+    torch.manual_seed(0)
+    net = Net()
+    net, optimizer, loader = acc.prepare(net, torch.optim.Adam(net.parameters(), 1e-2), rows())
+    for _ in range(2):
+        acc.save_state(folder / "last")
+    batches = [batch for _, batch in zip(range(8), loader, strict=False)]
+
+    def steps(some: list[Any]) -> list[float]:
+        losses: list[float] = []
+        for x, y in some:
+            loss = F.cross_entropy(net(x), y)
+            acc.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(acc.reduce(loss.detach(), "mean")))
+        return losses
+
+    steps(batches[:4])
+    if acc.is_main_process:
+        torch.save({"net": acc.get_state_dict(net), "optimizer": optimizer.state_dict()}, folder / "own.pt")
+    acc.wait_for_everyone()
+    first = steps(batches[4:])
+    state = torch.load(folder / "own.pt", map_location="cpu")
+    acc.unwrap_model(net).load_state_dict(state["net"])
+    optimizer.load_state_dict(state["optimizer"])
+    second = steps(batches[4:])
+    acc.end_training()
+    return first, second, [path.name for path in (folder / "last").glob("step-*")]
+
+
+@pytest.mark.parametrize("group", [marked(group, in_suite=True) for group in (TWO, XLA)])
+def test_process_0_saves_an_optimizer_by_itself(group: Group, workers: GetWorkers, tmp_path: Path) -> None:
+    for first, second, checkpoints in workers(group).run(by_hand, folder=tmp_path):
+        assert second == pytest.approx(first, rel=1e-6)
+        assert checkpoints == ["step-00000001"]
 
 
 def orders(folder: Path, resume: bool) -> list[list[float]]:
@@ -343,6 +385,28 @@ def test_a_forward_by_process_0_alone_is_ended_and_work_on_its_host_is_not(tmp_p
     assert "process 0 has run a forward of Net alone for 5 s: 1 other process(es) wait at its next batch" in done.stderr
 
 
+def fail_in_one() -> None:
+    from portable_fsdp import Accelerator
+
+    acc = Accelerator(device="cpu", backend="native", run={"peer_timeout_s": 5})
+    net, loader = acc.prepare(Net(), rows(4))
+    for number, (x, y) in enumerate(loader):
+        acc.backward(F.cross_entropy(net(x), y))
+        if acc.process_index == 1 and number == 2:
+            raise ValueError("this process fails")
+
+
+def test_the_end_of_a_process_is_a_sentence_on_the_others(tmp_path: Path) -> None:
+    done = run_script("fail_in_one", tmp_path)
+    assert done.returncode == 1
+    assert "[rank1]: ValueError: this process fails" in done.stderr
+    assert re.search(
+        r"^process 1 on .* ended by an error after \d step.*: this process fails$", done.stderr, re.MULTILINE
+    )
+    assert "[rank0]" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
 def save_last() -> None:
     from portable_fsdp import Accelerator
 
@@ -361,4 +425,4 @@ def test_process_0_saves_at_the_end_of_a_script_without_end_training(tmp_path: P
 
 
 if __name__ == "__main__":
-    {"validate_alone": validate_alone, "save_last": save_last}[sys.argv[1]]()
+    {"validate_alone": validate_alone, "save_last": save_last, "fail_in_one": fail_in_one}[sys.argv[1]]()

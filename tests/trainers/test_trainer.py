@@ -1,7 +1,6 @@
 """transformers' Trainer on both engines, against the same class alone on one device with the same global batch."""
 
 import json
-import os
 import subprocess
 import sys
 from functools import cache
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_runs import CASES, model_of, plain_run, portable_run, portable_trainer
+from trainer_runs import CASES, example_losses, model_of, plain_run, portable_run, portable_trainer
 from workers import GetWorkers, Group, JobFailed, marked
 
 TWO, THREE, XLA = Group("gloo", 2), Group("gloo", 3), Group("xla", 4)
@@ -79,23 +78,25 @@ def test_the_saved_folder_opens_by_from_pretrained(group: Group, workers: GetWor
     assert not any(torch.equal(value, first[key]) for key, value in weights[0].items())
 
 
-def best_run(name: str, folder: Path) -> tuple[float, float, str]:
-    """The best evaluation's loss, that of the model in the end, and the folder of the best one."""
+def best_run(name: str, folder: Path) -> tuple[float, float, str, set[float]]:
+    """The best evaluation's loss, that of the model in the end, the best one's folder, and the optimizer's steps."""
     settings = {"save_strategy": "steps", "save_steps": 4, "eval_steps": 4, "max_steps": 12, "learning_rate": 0.02}
     trainer = portable_trainer(name, folder, **settings, load_best_model_at_end=True)
     try:
         trainer.train()
         best = min(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
-        return best, trainer.evaluate()["eval_loss"], Path(trainer.state.best_model_checkpoint).name
+        steps = {float(state["step"]) for state in trainer.optimizer.optimizer.state.values()}
+        return best, trainer.evaluate()["eval_loss"], Path(trainer.state.best_model_checkpoint).name, steps
     finally:
         trainer.accelerator.end_training()
 
 
 @pytest.mark.parametrize("group", PLACES)
 def test_the_best_weights_come_back(group: Group, workers: GetWorkers, tmp_path: Path) -> None:
-    for best, last, folder in workers(group).run(best_run, name="evaluation", folder=tmp_path):
+    for best, last, folder, steps in workers(group).run(best_run, name="evaluation", folder=tmp_path):
         assert folder == "checkpoint-4"  # these rows are noise: later weights know the training rows by heart
         assert last == pytest.approx(best, rel=1e-6)
+        assert steps == {12.0}  # weights alone are loaded
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
@@ -162,18 +163,8 @@ def test_a_plain_import_loads_no_trainer() -> None:
 @pytest.mark.proof
 @pytest.mark.xla
 def test_the_example_learns_and_resumes_elsewhere(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "examples" / "trainer.py"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    for start, variable in ((torchrun, "device=cpu"), ([sys.executable], "device=cpu backend=xla num_devices=2")):
-        env = os.environ | {"PORTABLE_FSDP": variable, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*start, str(script)], cwd=tmp_path, env=env, check=True, capture_output=True)
-        log = json.loads((tmp_path / "runs/trainer/checkpoint-60/trainer_state.json").read_text())["log_history"]
-        assert [entry["step"] for entry in log if "loss" in entry] == [10, 20, 30, 40, 50, 60]
-        (tmp_path / "runs/trainer/checkpoint-60").rename(tmp_path / variable)
-    states = [json.loads((tmp_path / name / "trainer_state.json").read_text()) for name in ("device=cpu", variable)]
-    losses = [[entry["loss"] for entry in state["log_history"] if "loss" in entry] for state in states]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert losses[0][-1] < losses[0][0] / 2
+    losses = example_losses("trainer", tmp_path)
+    assert losses[-1] < losses[0] / 2
 
 
 def test_only_a_trainer_is_taken() -> None:

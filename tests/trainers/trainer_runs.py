@@ -1,11 +1,15 @@
 """Runs of transformers' Trainer, by itself on one device and on our engines, of the same small models and rows."""
 
+import json
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from jobs import device_count
 from torch import Tensor, nn
@@ -192,3 +196,19 @@ def _counting(programs: list[int]) -> Any:
                 programs.append(0)
 
     return Counting()
+
+
+def example_losses(name: str, folder: Path) -> list[float]:
+    """The losses of a documented example on two native processes, whose second half two XLA devices run again."""
+    script, output = Path(__file__).parents[2] / "examples" / f"{name}.py", folder / "runs" / name
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    curves: list[list[float]] = []
+    for start, variable in ((torchrun, "device=cpu"), ([sys.executable], "device=cpu backend=xla num_devices=2")):
+        env = os.environ | {"PORTABLE_FSDP": variable, "OMP_NUM_THREADS": "1"}
+        subprocess.run([*start, str(script)], cwd=folder, env=env, check=True, capture_output=True)
+        log = json.loads((output / "checkpoint-60/trainer_state.json").read_text())["log_history"]
+        curves.append([entry["loss"] for entry in log if "loss" in entry])
+        assert [entry["step"] for entry in log if "loss" in entry] == [10, 20, 30, 40, 50, 60]
+        (output / "checkpoint-60").rename(folder / variable)
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    return curves[0]
