@@ -24,6 +24,28 @@ python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/c
 
 `explain --write=ours.yaml` saves the translation, with a comment on the origin of each key.
 
+## Recipes
+
+A recipe of axolotl and a config of TRL's `trl sft` stand for a whole run: data, model and length come from them.
+
+```bash
+python -m portable_fsdp.explain --config=tests/convert/recipes/axolotl.yaml --num_devices=2
+python -m portable_fsdp.explain --config=tests/convert/recipes/trl_sft.yaml --num_devices=2 data.format=chat
+```
+
+- Keys that the file leaves out have the tool's own defaults, which `explain` shows as `default of axolotl`.
+- The global batch follows from `--num_devices` or the launcher; without them set `train.global_batch`.
+- axolotl's types of rows: `alpaca`, `alpaca:chat`, `completion`, `chat_template`, and a mapping with your own format.
+  Several datasets become a mixture with all rows of each. A named template is ours (chatml, llama3, gemma, phi_3,
+  alpaca), or the tokenizer's own, if it renders a few chats as axolotl's does.
+- TRL sees from the first row whether rows are texts, prompts or chats. Here you say it: `data.format`.
+- Where axolotl holds out the last rows, a share is chosen by hash. Epochs end with whole batches.
+- Not built, and refused: tasks other than texts, instructions and chats, rows of images, targets of adapters by a
+  regular expression.
+- Configs of LLaMA-Factory and torchtune are recognised and refused: their rows or parts stand in other files.
+
+## How keys are read
+
 - Overrides win over everything, and lift the refusal that names them. If our file and an import set one key to
   different values, the run doesn't start, and the message names both lines.
 - TrainingArguments that a Trainer's file leaves out have Trainer's own defaults (rate 5e-5, linear to 0, decay 0, beta2
@@ -39,7 +61,7 @@ python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/c
 - A key that its own tool doesn't read beside the file's other keys sets nothing. The run warns and names the nearest
   key of ours, unless the config has that value anyway.
 - The file's other keys show its tool: `distributed_type` is accelerate's; TrainingArguments and an `fsdp_config` by
-  itself are Trainer's; elsewhere (axolotl) every name counts.
+  itself are Trainer's; in recipes of axolotl every name counts.
 
 Some options follow from several keys, marked `~name` below:
 

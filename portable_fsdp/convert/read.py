@@ -370,7 +370,7 @@ def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
     facts.rows.append((row, entry))
     match outcome.kind:
         case "set":
-            in_place = row.place in (entry.place, SCRIPT) or entry.place == ENVIRONMENT
+            in_place = row.place in (entry.place, SCRIPT) or entry.place in (ENVIRONMENT, *key_table().recipes)
             remarks = (outcome.remark, "" if in_place else f"a key of {row.place}, found in {entry.place}")
             setting = entry._replace(place=row.place, remark="; ".join(filter(None, remarks)))
             for option, value in outcome.options.items():

@@ -32,6 +32,7 @@ def combine_recipe(facts: ForeignFacts) -> None:
         AXOLOTL: (
             _revision,
             _model,
+            _targets,
             _datasets,
             _held_out,
             _template,
@@ -69,6 +70,14 @@ def _model(facts: ForeignFacts) -> None:
     if config is not None and config.raw not in ({}, {"output_router_logits": "true"}):
         text = f"{config.text} changes the model's config, which is taken as published.\n  Take it out."
         facts.result.add_problem(config, text)
+
+
+def _targets(facts: ForeignFacts) -> None:
+    """peft takes one text as a regular expression over full names."""
+    key = facts.keys.get("~lora.targets")
+    if key is not None and isinstance(key.raw, str) and re.search(r"[\\\[(|*+?^$]", key.raw):
+        text = "a regular expression over full names.\n  Name the layers in a list: [q_proj, v_proj]."
+        facts.result.add_problem(key, text)
 
 
 # --------------------------------------------------------------------------------------------------------------- rows

@@ -117,10 +117,10 @@ class KeyTable(NamedTuple):
     unused: Mapping[str, str]  # fact or option -> why it may set nothing
     torch: Mapping[str, str]  # `word=alias` of torch's FSDP -> what to write here
     nested: list[str]  # names of mappings in a file; each is also the place of its keys
-    recipes: Mapping[str, "Recipe"]  # tool -> how its files of whole runs are recognised
+    recipes: Mapping[str, "WholeRun"]  # tool -> how its files of whole runs are recognised
 
 
-class Recipe(NamedTuple):
+class WholeRun(NamedTuple):
     """A tool whose file stands for a whole run."""
 
     tells: list[str]  # keys that such a file has together, with spaces between them
@@ -147,7 +147,7 @@ def key_table() -> KeyTable:
         for name in ("prefixes", "families", "defaults", "training_defaults", "flags", "unused", "torch")
     }
     recipes = {
-        tool: Recipe(each["tells"], each.get("defaults", {}), each.get("refuse", ""))
+        tool: WholeRun(each["tells"], each.get("defaults", {}), each.get("refuse", ""))
         for tool, each in parsed["recipes"].items()
     }
     return KeyTable(keys=tuple(keys), nested=nested, recipes=recipes, **mappings)

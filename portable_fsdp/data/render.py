@@ -193,19 +193,17 @@ _IN_A_CONVERSATION = ("tools", "functions", "system", "system_prompt")
 # ----------------------------------------------------------------------------------------------------- instruction
 
 
-_TASK = "Below is an instruction that describes a task"
+_WITH = "Below is an instruction that describes a task, paired with an input that provides further context. "
+_WITHOUT = "Below is an instruction that describes a task. "
 _RESPOND = "Write a response that appropriately completes the request."
-_PREAMBLES = [f"{_TASK}, paired with an input that provides further context. {_RESPOND}", f"{_TASK}. {_RESPOND}"]
-_INPUTS = "### Input:\n{input}\n\n", ""
-_CHAT_INPUTS = "{input}\n", ""
 PROMPTS = {
-    "alpaca": tuple(
-        f"{preamble}\n\n### Instruction:\n{{instruction}}\n\n{own}### Response:\n"
-        for preamble, own in zip(_PREAMBLES, _INPUTS, strict=True)
+    "alpaca": (
+        f"{_WITH}{_RESPOND}\n\n### Instruction:\n{{instruction}}\n\n### Input:\n{{input}}\n\n### Response:\n",
+        f"{_WITHOUT}{_RESPOND}\n\n### Instruction:\n{{instruction}}\n\n### Response:\n",
     ),
-    "alpaca-chat": tuple(
-        f"SYSTEM: {preamble}\nUSER: {{instruction}}\n{own}ASSISTANT:"
-        for preamble, own in zip(_PREAMBLES, _CHAT_INPUTS, strict=True)
+    "alpaca-chat": (
+        f"SYSTEM: {_WITH}{_RESPOND}\nUSER: {{instruction}}\n{{input}}\nASSISTANT:",
+        f"SYSTEM: {_WITHOUT}{_RESPOND}\nUSER: {{instruction}}\nASSISTANT:",
     ),
 }
 """`data.prompt` by name -> with and without an input. Sources: Stanford alpaca's prompts, and axolotl's `alpaca:chat`

@@ -52,30 +52,34 @@ TEMPLATES = {
 """Name -> template, as the models of that name write turns."""
 
 
-_PUBLISHED = {
-    "cohere aya": "0aae59c962b4280e",
+DIGESTS = {
+    "cohere": "0aae59c962b4280e",
+    "aya": "0aae59c962b4280e",
     "command_a": "e032444893ef71ce",
     "deepseek_v2": "ab81dc0acc869e34",
     "deepseek_v3": "681bcb20232c9f4f",
     "exaone": "b1926e1233109d5f",
     "exaone4": "e02f2333ded39317",
     "falcon_h1": "28331fed853d467f",
-    "gemma3 gemma3n": "9c41a2f6f7fedec6",
-    "gemma4 gemma4_unified": "dc6952bf4ac0d8e0",
+    "gemma3": "9c41a2f6f7fedec6",
+    "gemma3n": "9c41a2f6f7fedec6",
+    "gemma4": "dc6952bf4ac0d8e0",
+    "gemma4_unified": "dc6952bf4ac0d8e0",
     "jamba": "469132dfe5bc121f",
     "llama4": "711617dc3185d110",
     "llava": "77e4b8c76c5ab241",
     "mistral_v1": "297d3ba7f08b3108",
     "mistral_v2v3": "9c3fdd7763ff7848",
-    "mistral_v3_tekken pixtral": "cc2b24b7b0d0d981",
+    "mistral_v3_tekken": "cc2b24b7b0d0d981",
+    "pixtral": "cc2b24b7b0d0d981",
     "mistral_v7_tekken": "0b7a2c015cee64e3",
     "phi_35": "478577bb37fe7a1a",
     "phi_4": "349e423e6bbbc127",
     "qwen2_vl": "fce215f459ebd6a0",
-    "qwen3 qwen3_5": "a499952419703eab",
+    "qwen3": "a499952419703eab",
+    "qwen3_5": "a499952419703eab",
     "qwen_25": "c45229672aee4419",
 }
-DIGESTS = {name: digest for names, digest in _PUBLISHED.items() for name in names.split()}
 """axolotl's name of a template -> `digest_of` it (utils/chat_templates/ at 067b021): models have their own copies."""
 
 _USER, _ANSWER = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A statement."}

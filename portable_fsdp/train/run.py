@@ -118,10 +118,7 @@ def open_run(
     start = run_start(config, given, engine, training.built.size, steps, resumed, cost)
     is_new = resumed is None or any(change.name == "observe.profile" for change in resumed.changes)
     check_profile(config, steps, start.step, is_new=is_new)
-    train, intervals = config.train, (config.checkpoint.every, config.train.eval_every if evaluator else None)
-    save_every, eval_every = (None if every is None else max(1, in_steps(every, steps)) for every in intervals)
-    last = min(steps, train.stop_at or steps)
-    limits = Limits(last, save_every, eval_every, train.patience, train.sample_every)
+    limits = _limits(config, steps, evaluates=evaluator is not None)
     prints = os.environ.get("LOCAL_RANK", "0") == "0"
     began, timeout = engine.agree(time.time()), config.run.step_timeout_s
     watchdog = held.enter_context(Watchdog(start.folder, engine.process.index, timeout, prints=prints, began=began))
@@ -209,6 +206,12 @@ def _resume(
         if engine.process.index == 0:
             log.info("model.dropout: 0, as in the run so far; model.dropout=published would change it")
     return point, resumed
+
+
+def _limits(config: Config, steps: int, *, evaluates: bool) -> Limits:
+    train, intervals = config.train, (config.checkpoint.every, config.train.eval_every if evaluates else None)
+    save_every, eval_every = (None if every is None else max(1, in_steps(every, steps)) for every in intervals)
+    return Limits(min(steps, train.stop_at or steps), save_every, eval_every, train.patience, train.sample_every)
 
 
 def _history(resumed: Resumed | None, evaluator: Evaluator | None) -> Evaluated | None:

@@ -1,5 +1,8 @@
 """Files of axolotl and TRL that stand for a whole run: each value against what the tool's own source makes of it."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,6 +220,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rows by number": (AXOLOTL | ALPACA | {"val_set_size": 100}, "a number of rows, 100, can't be held out"),
     "an unknown key": (AXOLOTL | ALPACA | {"learning_rat": 1}, "learning_rat: unknown key of axolotl"),
     "an unknown key of a dataset": (AXOLOTL | {"datasets": [CHATS | {"fiel": 1}]}, "datasets[0]: fiel is not read"),
+    "an expression": (
+        AXOLOTL | ALPACA | LORA | {"lora_target_modules": r"model.layers.[\d]+.(mlp|self_attn).(up|q)_proj"},
+        "lora_target_modules: a regular expression over full names",
+    ),
     "4 bits of torchao": (
         AXOLOTL | ALPACA | {"optimizer": "adamw_torch_4bit"},
         "Fix: set it to adamw_torch_fused or adamw_bnb",
@@ -257,3 +264,58 @@ def test_without_devices_the_batch_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Pass --num_devices=N, or set train\.global_batch"):
         read_config(path)
     assert read_config(path, ["train.global_batch=16"]).config.train.micro_batch == 2
+
+
+WHOLE_RUN = """
+base_model: model
+adapter: lora
+lora_r: 2
+lora_alpha: 4
+lora_target_linear: true
+datasets:
+  - {path: json, data_files: rows.jsonl, type: alpaca}
+  - {path: json, data_files: chats.jsonl, type: chat_template}
+chat_template: chatml
+special_tokens: {eos_token: <|im_end|>}
+val_set_size: 0.2
+sequence_len: 256
+sample_packing: true
+micro_batch_size: 1
+gradient_accumulation_steps: 2
+num_epochs: 1
+learning_rate: 0.01
+bf16: false
+evals_per_epoch: 2
+logging_steps: 1
+"""
+
+
+@pytest.mark.proof
+@pytest.mark.xla
+def test_a_recipe_of_axolotl_trains_as_written_on_both_engines(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {
+        token: at for at, token in enumerate(["<s>", "<|im_start|>", "<|im_end|>", *map(chr, range(32, 127)), "\n"])
+    }
+    made: Any = Tokenizer(models.WordLevel(words, unk_token="<s>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>").save_pretrained(tmp_path / "model")
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes)).save_pretrained(tmp_path / "model")
+    rows = [{"instruction": f"Add {at} and 1.", "output": str(at + 1)} for at in range(24)]
+    turns = [
+        [{"role": "user", "content": f"{at}+1?"}, {"role": "assistant", "content": str(at + 1)}] for at in range(24)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in turns))
+    (tmp_path / "recipe.yaml").write_text(WHOLE_RUN)
+    curves: list[list[float]] = []
+    for engine in ("native", "xla"):
+        flags = ["--device=cpu", f"--backend={engine}", "--num_devices=2", "--config=recipe.yaml", f"run.dir={engine}"]
+        subprocess.run([sys.executable, "-m", "portable_fsdp.launch", *flags], cwd=tmp_path, check=True, timeout=300)
+        lines = (tmp_path / engine / "metrics.jsonl").read_text().splitlines()
+        curves.append([entry["loss"] for entry in map(json.loads, lines) if "loss" in entry])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+    assert curves[0][-1] < curves[0][0]

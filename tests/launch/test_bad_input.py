@@ -67,7 +67,7 @@ WRONG_FILES = {
     "broken.yaml": "run: {dir: run\ntrain: ][\n",
     "indented.yaml": "train:\n  steps: 3\n    global_batch: 4\n",
     "text.yaml": "a sentence\n",
-    "axolotl.yaml": "base_model: a/b\ndatasets: [{path: x, type: alpaca}]\nmax_steps: 3\n",
+    "axolotl.yaml": "base_model: a/b\ndatasets: [{path: x, type: jeopardy}]\nmax_steps: 3\nrl: dpo\n",
     "page.yaml": PAGE.replace("num_processes: 2", "num_processes: 1").replace("LlamaDecoderLayer", "BertLayer"),
     "fsdp.yaml": "mixed_precision: bf16\nsharding: {auto_wrap_policy: a, use_orig_params: true}\ntrain: {steps: 3}\n",
     "train.py": "import torch\n\nprint(torch)\n",
