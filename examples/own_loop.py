@@ -26,7 +26,7 @@ with pf.errors_as_sentences():
         steps = pf.total_steps(config, len(corpus.rows))
         training = pf.build_training(config, engine, corpus.tokenizer, loss=smoothed)
         with pf.open_checkpoints(config, engine, training, corpus) as checkpoints:
-            point = checkpoints.find(config.checkpoint.resume)
+            point, every = checkpoints.find(config.checkpoint.resume), config.checkpoint.every
             resumed = checkpoints.load(point, training.model, training.optimizer) if point else None
             with pf.open_batches(config, engine, training, corpus, resumed) as batches:
                 for step in range(resumed.step + 1 if resumed else 1, steps + 1):
@@ -34,6 +34,6 @@ with pf.errors_as_sentences():
                     metrics = training.step([engine.place(batch) for batch in rows.micro_batches], lr, [rows.count])
                     if engine.process.index == 0 and step % config.train.log_every == 0:  # then it waits
                         print(f"step: {step}  loss: {engine.fetch(metrics).result()['loss'].item():.4f}")
-                    if step % (config.checkpoint.every or steps) == 0 or step == steps:
+                    if step == steps or (isinstance(every, int) and step % every == 0):
                         checkpoints.save(step, training.model, training.optimizer, batches.position)
             checkpoints.wait()
