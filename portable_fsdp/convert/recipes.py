@@ -33,6 +33,7 @@ def combine_recipe(facts: ForeignFacts) -> None:
             _revision,
             _model,
             _targets,
+            _bits,
             _datasets,
             _held_out,
             _template,
@@ -78,6 +79,23 @@ def _targets(facts: ForeignFacts) -> None:
     if key is not None and isinstance(key.raw, str) and re.search(r"[\\\[(|*+?^$]", key.raw):
         text = "a regular expression over full names.\n  Name the layers in a list: [q_proj, v_proj]."
         facts.result.add_problem(key, text)
+
+
+_BNB = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "bfloat16"}
+
+
+def _bits(facts: ForeignFacts) -> None:
+    """4 bits need adapter: qlora there (loaders/model.py); bnb_config_kwargs changes what bitsandbytes does."""
+    four, more, is_qlora = facts.keys.get("~bits.4"), facts.keys.get("~bnb"), "~bits" in facts.keys
+    if four is not None and not is_qlora and "~bits.8" not in facts.keys:
+        del facts.options["precision.frozen"]
+        facts.result.ignore(four, "axolotl quantises to 4 bits only with adapter: qlora")
+    for name, value in more.value.items() if more is not None and isinstance(more.value, dict) else ():
+        if name == "bnb_4bit_use_double_quant" and is_qlora:
+            scheme = "nf4" if _off(value) else "nf4_double"
+            facts.options["precision.frozen"] = facts.options["precision.frozen"]._replace(value=scheme)
+        elif more is not None and value != _BNB.get(name) and name != "bnb_4bit_use_double_quant":
+            facts.result.add_problem(more, f"{name}: {in_words(value)} is not built.\n  Take it out.")
 
 
 # --------------------------------------------------------------------------------------------------------------- rows

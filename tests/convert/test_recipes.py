@@ -122,6 +122,14 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         AXOLOTL | ALPACA | LORA | {"adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True},
         {"precision.frozen": "nf4_double"},
     ),
+    "4 bits without scales of 8": (
+        AXOLOTL | ALPACA | LORA | {"adapter": "qlora", "bnb_config_kwargs": {"bnb_4bit_use_double_quant": False}},
+        {"precision.frozen": "nf4"},
+    ),
+    "4 bits that axolotl doesn't make": (
+        AXOLOTL | ALPACA | LORA | {"load_in_4bit": True, "lora_target_linear": True},
+        {"precision.frozen": "bfloat16"},
+    ),
     "adapters turned off": (AXOLOTL | ALPACA | {"lora_r": 8, "adapter": None}, {"model.lora": None}),
     "FSDP": (
         AXOLOTL | ALPACA | {"fsdp": ["full_shard", "auto_wrap"], "bf16": True},
