@@ -174,12 +174,13 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError(f"prepare: this {type(model).__name__} is prepared already: prepare it once.")
         if self._saving.knows(model):  # free_memory has taken it off the list; it stays sharded
             return _added(model, self._models)
-        model = prepare_model(model, self._opened.config, self.engine, self._twins)
+        if not self._twins.has(model):  # else another Accelerator has prepared it
+            model = prepare_model(model, self._opened.config, self.engine, self._twins)
+            if self._autocast:
+                model.forward = _in_autocast(model.forward, self.engine.device.type)
         self._graphs.watch(model)
         if not has_layouts_of_its_own(self.engine):
             self._copies.watch(model)
-        if self._autocast:
-            model.forward = _in_autocast(model.forward, self.engine.device.type)
         self._saving.adopt(model)
         for prepared in self._optimizers:
             if getattr(prepared, "waits", False) and not self._twins.lacks(prepared.optimizer):

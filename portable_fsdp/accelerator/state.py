@@ -113,6 +113,11 @@ def is_open() -> bool:
     return bool(_opened)
 
 
+def has_sharded(model: object) -> bool:
+    """Whether the open engine has sharded this model, for another Accelerator."""
+    return any(opened.twins.has(model) for opened in _opened)
+
+
 def _accumulate(opened: Opened, steps: int) -> None:
     """Let gradients stay with several steps, as inputs of the next program. Accelerators may have different numbers."""
     if steps > 1:

@@ -18,8 +18,8 @@ def find_layers(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
 
     They are the modules of `sharding.wrap_classes`, else of transformers' `_no_split_modules`, else of the classes that
     lists hold several times; a layer inside a layer belongs to the outer one, and neither the embedding nor the head is
-    one. A model may have none. Raises ConfigError for a class of `wrap_classes` that can't be a unit, and for a model of
-    transformers with blocks that doesn't name them.
+    one. A model may have none. Raises ConfigError for a class of `wrap_classes` that can't be a unit, and for a model
+    of transformers with blocks that doesn't name them.
     """
     own, classes = _of_wrap_classes(model, sharding.wrap_classes), set(sharding.wrap_classes)
     if not classes:

@@ -653,7 +653,8 @@ class NativeBackend(contract.Backend):
 
     def _whole_shape(self, model: nn.Module, fqn: str, tensor: Tensor, spec: Spec) -> tuple[int, ...]:
         """The shape on all devices of the weight `fqn` or of its optimizer state; DTensor knows FSDP's axes alone."""
-        sizes = zip(tensor.shape, self._models[model].shapes.get(fqn, tensor.shape), spec, strict=False)
+        weight = self._models[model].shapes.get(fqn, ())  # a state may have more dimensions
+        sizes = zip(tensor.shape, (*weight, *tensor.shape), spec, strict=False)
         return tuple(whole if cuts[:1] in (("tensor",), ("expert",)) else size for size, whole, cuts in sizes)
 
 
