@@ -29,6 +29,7 @@ from portable_fsdp.accelerator import keep_xla_out
 from portable_fsdp.accelerator.prepare import Twins
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend
+from portable_fsdp.backends.own_objects import GradientGraphs
 from portable_fsdp.config.describe import with_settings
 from portable_fsdp.config.load import parse_file, yaml_value
 from portable_fsdp.config.schema import Config, Model, Train
@@ -54,6 +55,7 @@ class Opened(NamedTuple):
     arguments: Mapping[str, Any]
     processes: int  # groups of devices that get different rows, or 1
     twins: Twins
+    graphs: GradientGraphs
 
 
 _opened: list[Opened] = []
@@ -103,7 +105,7 @@ def open_engine(
     engine.__enter__()
     atexit.register(close)
     is_one = processes == "one" and engine.device.type == "xla"
-    _opened.append(Opened(engine, resolved, arguments, 1 if is_one else engine.row_shards, Twins()))
+    _opened.append(Opened(engine, resolved, arguments, 1 if is_one else engine.row_shards, Twins(), GradientGraphs()))
     _accumulate(_opened[0], steps)
     return _opened[0]
 

@@ -261,17 +261,23 @@ def test_only_a_trainer_is_taken() -> None:
         on_portable(int)
 
 
-def evaluate_by_two(name: str, folder: Path) -> list[float]:
+def train_by_two(name: str, folder: Path) -> list[float]:
+    """The loss of an evaluation by the Trainer that has trained a model, by another one, and after it has trained."""
     first = portable_trainer(name, folder, max_steps=3)
     try:
         first.train()
-        second = type(first)(first.model, first.args, eval_dataset=first.eval_dataset)
-        return [trainer.evaluate()["eval_loss"] for trainer in (first, second)]
+        second = type(first)(
+            first.model, first.args, train_dataset=first.train_dataset, eval_dataset=first.eval_dataset
+        )
+        losses = [trainer.evaluate()["eval_loss"] for trainer in (first, second)]
+        second.train()
+        return [*losses, second.evaluate()["eval_loss"]]
     finally:
         first.accelerator.end_training()
 
 
 @pytest.mark.parametrize("group", PLACES)
 def test_a_second_trainer_takes_the_trained_model(group: Group, workers: GetWorkers, tmp_path: Path) -> None:
-    for first, second in workers(group).run(evaluate_by_two, name="evaluation", folder=tmp_path):
+    for first, second, third in workers(group).run(train_by_two, name="evaluation", folder=tmp_path):
         assert second == first
+        assert third < first
