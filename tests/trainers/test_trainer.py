@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import IterableDataset
 from trainer_runs import CASES, Case, model_of, plain_run, portable_class, portable_run, portable_trainer, rows_of
 from workers import GetWorkers, Group, JobFailed, marked
 
-TWO, THREE, XLA = Group("gloo", 2), Group("gloo", 3), Group("xla", 4)
+ONE, TWO, THREE, XLA = Group("native", 1), Group("gloo", 2), Group("gloo", 3), Group("xla", 4)
 PLACES = [marked(group, in_suite=True) for group in (TWO, XLA)]
 PROOFS = {
     TWO: ("plain", "accumulation", "autocast", "no clipping"),
@@ -259,6 +260,41 @@ def test_only_a_trainer_is_taken() -> None:
 
     with pytest.raises(ConfigError, match="expected transformers' Trainer or a subclass of it, found <class 'int'>"):
         on_portable(int)
+
+
+EIGHT_BITS: dict[str, Any] = {"optim": "adamw_bnb_8bit", "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+
+
+def test_bitsandbytes_optimizers_train_and_resume_on_one_device(workers: GetWorkers, tmp_path: Path) -> None:
+    expected = plain_run("plain", tmp_path / "plain", **EIGHT_BITS)
+    ((curve, _),) = workers(ONE).run(portable_run, name="plain", folder=tmp_path, **EIGHT_BITS)
+    require_equal(curve, expected, 1e-5)
+    checkpoint = str(tmp_path / "checkpoint-3")
+    ((again, _),) = workers(ONE).run(portable_run, name="plain", folder=tmp_path, resume=checkpoint, **EIGHT_BITS)
+    assert again == curve
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(rows_of(21, classes=False, seed=5))
+
+
+def evaluate_a_stream(name: str, folder: Path) -> list[float]:
+    trainer = portable_trainer(name, folder)
+    try:
+        return [trainer.evaluate(rows)["eval_loss"] for rows in (trainer.eval_dataset, Stream())]
+    finally:
+        trainer.accelerator.end_training()
+
+
+def test_a_stream_s_evaluation_weighs_by_rows(workers: GetWorkers, tmp_path: Path) -> None:
+    ((loss, of_stream),) = workers(ONE).run(evaluate_a_stream, name="evaluation", folder=tmp_path)
+    assert of_stream == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_folder_that_is_not_there_is_refused(workers: GetWorkers, tmp_path: Path) -> None:
+    with pytest.raises(JobFailed, match=r"Can't find a valid checkpoint at .*/nothing"):
+        workers(ONE).run(portable_run, name="plain", folder=tmp_path, resume=str(tmp_path / "nothing"))
 
 
 def train_by_two(name: str, folder: Path) -> list[float]:
