@@ -128,7 +128,8 @@ class PortableTrainer(Base):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not self.accelerator.sync_gradients:
             self.accelerator.engine.end_step()
-        return loss * self._weight(rows, self._sums)
+        weight = self._weight(rows, self._sums)
+        return loss if weight == 1.0 else loss * weight
 
     def _weigh_by(self, rows: Sizes | None) -> None:
         """Let `backward` weigh by these rows; Trainer may have fetched other batches since. None: the loss is a sum."""
