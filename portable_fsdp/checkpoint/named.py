@@ -348,9 +348,9 @@ def _weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
-def _values(state: dict[str, Any]) -> set[int]:
+def _values(state: dict[str, Any]) -> list[str]:
     """What tells whether two state dicts hold the same: bitsandbytes' arranges it in another way."""
-    return {id(leaf) for leaf in tree_leaves(state)}
+    return sorted(str(id(leaf)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in tree_leaves(state))
 
 
 def _is_state(key: str) -> bool:
