@@ -34,7 +34,6 @@ from portable_fsdp.accelerator.start import start_workers
 from portable_fsdp.accelerator.state import close, end_with_a_sentence, fill_states, open_engine, plugin_of
 from portable_fsdp.accelerator.watch import HostReads, WholeCopies
 from portable_fsdp.accelerator.whole import with_own_tensors
-from portable_fsdp.backends.gathered import GradientGraphs
 from portable_fsdp.checkpoint.named import has_layouts_of_its_own
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
@@ -134,9 +133,9 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError("Accelerator: dataloader_config: dispatch_batches isn't built on XLA.\n  Leave it out.")
         if self.distributed_type == DistributedType.FSDP:
             self.state.fsdp_plugin = plugin_of(self._opened)
-        self._twins, self._autocast, self._defers = self._opened.twins, autocast and precision == "bf16", False
+        self._twins, self._graphs = self._opened.twins, self._opened.graphs
+        self._autocast, self._defers = autocast and precision == "bf16", False
         self._reads, self._is_whole = HostReads(), False  # is_whole: inside of `step_function`'s
-        self._graphs = GradientGraphs()
         self._pending_log: Callable[[], None] = lambda: None
         self._saving = Saving(self, self.engine, self._opened.config)
         self._copies = WholeCopies(self._saving.put)
@@ -180,12 +179,13 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError(f"prepare: this {type(model).__name__} is prepared already: prepare it once.")
         if self._saving.knows(model):  # free_memory has taken it off the list; it stays sharded
             return _added(model, self._models)
-        model = prepare_model(model, self._opened.config, self.engine, self._twins)
-        self._graphs.watch(model)
+        if not self._twins.has(model):  # else another Accelerator has prepared it
+            model = prepare_model(model, self._opened.config, self.engine, self._twins)
+            self._graphs.watch(model)
+            if self._autocast:
+                model.forward = _in_autocast(model.forward, self.engine.device.type)
         if not has_layouts_of_its_own(self.engine):
             self._copies.watch(model)
-        if self._autocast:
-            model.forward = _in_autocast(model.forward, self.engine.device.type)
         self._saving.adopt(model)
         for prepared in self._optimizers:
             if getattr(prepared, "waits", False) and not self._twins.lacks(prepared.optimizer):

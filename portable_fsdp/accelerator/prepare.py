@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from portable_fsdp.backends.contract import Backend
@@ -24,6 +25,11 @@ class Twins:
 
     def __init__(self) -> None:
         self._new: dict[Tensor, nn.Parameter] = {}
+        self.models: list[nn.Module] = []
+
+    def has(self, model: object) -> bool:
+        """Whether an Accelerator of this engine has sharded the model."""
+        return any(model is each for each in self.models)
 
     def add(self, old: Tensor, new: nn.Parameter) -> None:
         self._new[old] = new
@@ -47,6 +53,7 @@ def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, en
         made = shard_model(model, config, engine)
         for weight in made.parameters():
             twins.add(weight, weight)
+        twins.models.append(made)
         return made
     name = type(model).__name__
     if isinstance(model, (DataParallel, DistributedDataParallel)):
@@ -94,6 +101,7 @@ def prepare_model(model: nn.Module | Callable[[], nn.Module], config: Config, en
         olds[fqn].data = torch.empty(
             0, dtype=weight.dtype, device=olds[fqn].device
         )  # frees its memory: the script may hold the object
+    twins.models.append(model)
     return model
 
 
@@ -139,8 +147,16 @@ def _initialise(model: nn.Module) -> None:
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer, engine: Backend, twins: Twins) -> None:
     """Let an optimizer of the script step the sharded weights. Its groups stay: schedulers know them. *collective*"""
+    kind = type(optimizer)
     for group in optimizer.param_groups:
         group["params"] = twins.of(group["params"])
+        if any(isinstance(weight, DTensor) or weight.device.type == "xla" for weight in group["params"]) and any(
+            base.__module__.startswith("bitsandbytes.") for base in kind.__mro__
+        ):
+            raise ConfigError(
+                f"prepare: {kind.__name__} of bitsandbytes steps whole weights, on one device of native.\n  Take "
+                "torch's AdamW (Trainer's optim='adamw_torch')."
+            )
     for parameter in [*optimizer.state]:  # made early, by torch's Adagrad
         (twin,) = twins.of([parameter])
         optimizer.state[twin] = optimizer.state.pop(parameter)

@@ -28,6 +28,7 @@ from packaging.version import Version
 from portable_fsdp.accelerator import keep_xla_out
 from portable_fsdp.accelerator.prepare import Twins
 from portable_fsdp.backends.contract import Backend
+from portable_fsdp.backends.gathered import GradientGraphs
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.describe import with_settings
 from portable_fsdp.config.load import STAND_INS, parse_file, yaml_value
@@ -55,6 +56,7 @@ class Opened(NamedTuple):
     arguments: Mapping[str, Any]
     processes: int  # groups of devices that get different rows, or 1
     twins: Twins
+    graphs: GradientGraphs
 
 
 _opened: list[Opened] = []
@@ -104,7 +106,7 @@ def open_engine(
     engine.__enter__()
     atexit.register(_close_at_exit)
     is_one = processes == "one" and engine.device.type == "xla"
-    _opened.append(Opened(engine, resolved, arguments, 1 if is_one else engine.row_shards, Twins()))
+    _opened.append(Opened(engine, resolved, arguments, 1 if is_one else engine.row_shards, Twins(), GradientGraphs()))
     _accumulate(_opened[0], steps)
     return _opened[0]
 
@@ -112,6 +114,11 @@ def open_engine(
 def is_open() -> bool:
     """Whether an Accelerator has opened the engine of this process."""
     return bool(_opened)
+
+
+def has_sharded(model: object) -> bool:
+    """Whether the open engine has sharded this model, for another Accelerator."""
+    return any(opened.twins.has(model) for opened in _opened)
 
 
 def _accumulate(opened: Opened, steps: int) -> None:

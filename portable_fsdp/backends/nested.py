@@ -139,9 +139,14 @@ def floats_in(dtype: torch.dtype) -> Replacement:
 
 
 def are_cast(values: Iterable[Any], dtype: torch.dtype) -> bool:
-    """Whether `floats_in(dtype)` leaves all of these as they are, found without a look inside objects."""
+    """Whether `floats_in(dtype)` leaves all of these as they are, found without a look inside objects but tuples."""
     others = [value for value in values if value is not None and not isinstance(value, _WHOLE)]
-    return all(type(value) is Tensor and (value.dtype == dtype or not value.is_floating_point()) for value in others)
+    return all(
+        (value.dtype == dtype or not value.is_floating_point())
+        if type(value) is Tensor
+        else type(value) is tuple and are_cast(value, dtype)  # of rotary embeddings
+        for value in others
+    )
 
 
 @lru_cache(10_000)

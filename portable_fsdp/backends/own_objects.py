@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -139,7 +140,8 @@ def _small(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, dic
     """A copy over small weights on the host, and these."""
     copied, twins = _copied(optimizer, lambda p: torch.ones((2,) * p.dim(), dtype=torch.float64))
     for group in copied.param_groups:
-        group["lr"] = 0.1  # a scheduler may begin at 0
+        lr = group["lr"]  # a scheduler may begin at 0
+        group["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
     return copied, twins
 
 
@@ -160,7 +162,10 @@ def _copied(
     hooks = {name: OrderedDict[int, Any]() for name in vars(optimizer) if name.startswith("_optimizer_step_")}
     copied = object.__new__(type(optimizer))
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", *hooks)}
-    own = copy.deepcopy(own, {id(weight): twin for weight, twin in twins.items()})  # a step may change them
+    memo: dict[int, Any] = {id(weight): twin for weight, twin in twins.items()}
+    for name, value in own.items():  # a step may change them
+        with suppress(TypeError):  # bitsandbytes' managers, of the whole process: locks have no copy
+            own[name], memo = copy.deepcopy(value, known := {**memo}), known
     state = defaultdict[Tensor, dict[str, Any]](dict)
     for group in groups if isinstance(optimizer, torch.optim.Adagrad) else ():
         for twin in group["params"]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -17,16 +18,16 @@ def find_layers(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
 
     They are the modules of `sharding.wrap_classes`, else of transformers' `_no_split_modules`, else of the classes that
     lists hold several times; a layer inside a layer belongs to the outer one, and neither the embedding nor the head is
-    one. A model outside transformers may have none. Raises ConfigError for a class of `wrap_classes` that can't be a
-    unit, and if the model has no layer.
+    one. A model may have none. Raises ConfigError for a class of `wrap_classes` that can't be a unit, and for a model
+    of transformers with blocks that doesn't name them.
     """
     own, classes = _of_wrap_classes(model, sharding.wrap_classes), set(sharding.wrap_classes)
     if not classes:
-        classes = set(getattr(model, "_no_split_modules", None) or ())
+        classes, repeated = set(getattr(model, "_no_split_modules", None) or ()), _repeated(model)
+        if not classes and not repeated:
+            return ()
         if not classes and not hasattr(model, "_no_split_modules"):  # no model of transformers
-            classes = set(_repeated(model))
-            if not classes:
-                return ()
+            classes = set(repeated)
         own = [name for name, kind in _possible_units(model).items() if kind in classes]
     tables = _tables(model)
     layers = _outermost(name for name in own if name not in tables)
@@ -232,8 +233,10 @@ def table_weights(model: nn.Module) -> list[str]:
 
 def _tables(model: nn.Module) -> list[str]:
     """Return the FQNs of the embedding and of the head, if the model has them."""
-    getters: list[Any] = [getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
-    tables = [getter() for getter in getters if getter is not None]
+    tables: list[Any] = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        with suppress(NotImplementedError):  # transformers' own method, of a model without a vocabulary
+            tables.append(getattr(model, name, lambda: None)())
     return [name for name, module in model.named_modules() if any(module is table for table in tables)]
 
 

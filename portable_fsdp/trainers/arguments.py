@@ -14,13 +14,14 @@ import torch.distributed as dist
 from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShardedDataParallelPlugin
 from packaging.version import Version
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from portable_fsdp.accelerator import keep_xla_out
 from portable_fsdp.accelerator.front import Accelerator
-from portable_fsdp.accelerator.state import is_open
+from portable_fsdp.accelerator.state import has_sharded, is_open, resolved_config
+from portable_fsdp.config.schema import Sharding
 from portable_fsdp.convert.table import TRAINER, KeyOutcome, UnreadableValue, find, outcome_of
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.trainers.of_trl import wrong_for_trl
@@ -81,6 +82,9 @@ def accelerator_of(args: Any, model: Any, options: Mapping[str, Any]) -> Acceler
     if args.distributed_state is not None and args.distributed_state.distributed_type == DistributedType.XLA:
         raise ConfigError("TrainingArguments has chosen XLA's first device.\n  Call on_portable(Trainer) before it.")
     _refuse(_wrong_everywhere(args, model))
+    plugin = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args) if args.fsdp_plugin_args else None
+    if plugin is not None:
+        _refuse(_contradictions(args.fsdp_config, plugin, options.get("sharding") or {}))
     given = dict(options)
     for section, values in _sections(args).items():
         given[section] = values | dict(given.get(section) or {})
@@ -101,12 +105,14 @@ def accelerator_of(args: Any, model: Any, options: Mapping[str, Any]) -> Acceler
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         dataloader_config=loaders,
-        fsdp_plugin=FullyShardedDataParallelPlugin(**args.fsdp_plugin_args) if args.fsdp_plugin_args else None,
+        fsdp_plugin=plugin,
         processes="one",
         **given,
     )
     accelerator.gradient_accumulation_steps = 1  # Trainer divides the loss; the engine knows the number
     devices, is_xla = accelerator.engine.row_shards, accelerator.engine.device.type == "xla"
+    if is_xla and options.get("autocast"):
+        raise ConfigError("on_portable: autocast=True: torch_xla casts some layers alone.\n  Leave it out: bf16=True.")
     _refuse(_wrong_on(args, devices, is_xla))
     _refuse(wrong_for_trl(args, devices, is_xla))
     _fit(args, accelerator.device, is_xla)
@@ -117,7 +123,8 @@ def _fit(args: Any, device: torch.device, is_xla: bool) -> None:
     """Let a Trainer's own copy of TrainingArguments say what is so here."""
     vars(args)["_setup_devices"] = device
     args._n_gpu = min(1, args._n_gpu)  # no DataParallel
-    args.fsdp, args.fsdp_plugin_args = False, None  # Trainer would ask for FSDP's own launcher
+    if args.fsdp:
+        args.fsdp, args.fsdp_plugin_args = False, None  # Trainer would ask for FSDP's own launcher
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         setattr(args, name, False)
     if is_xla:
@@ -147,6 +154,8 @@ def _sections(args: Any) -> dict[str, dict[str, Any]]:
         sections["memory"] = word | ({"every": every} if every > 1 else {})
         if kwargs.get("offload"):
             sections["memory"]["offload"] = "activations"
+    if (args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch"):
+        sections["sharding"] = {"sync_each_micro_batch": True}
     if args.torch_compile:
         options = _outcome("torch_compile_backend", args.torch_compile_backend).options
         sections["compile"] = {name.partition(".")[2]: value for name, value in options.items()}
@@ -173,15 +182,22 @@ def _wrong_everywhere(args: Any, model: Any) -> Iterator[str]:
         yield from _by_table("torch_compile_backend", args.torch_compile_backend)
     if args.fsdp and (args.fsdp_config or {}).get("xla"):
         yield "fsdp_config: xla: torch_xla's wrapper isn't used.\n  Leave it out, and start with backend=xla."
-    if (args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch"):
-        yield (
-            "accelerator_config: sync_each_batch isn't read.\n  Leave it out: on_portable(Trainer, "
-            "sharding={'sync_each_micro_batch': True})."
-        )
     if args.save_only_model and args.load_best_model_at_end:
         yield "save_only_model: load_best_model_at_end reads whole checkpoints.\n  Set one of them to False."
     if isinstance(model, nn.Module) and (wrapper := _wrapper_of(model)):
         yield f"the model is wrapped already ({wrapper}).\n  Pass it as it was made: the engine shards it."
+
+
+def _contradictions(
+    words: Mapping[str, Any], plugin: FullyShardedDataParallelPlugin, options: Mapping[str, Any]
+) -> Iterator[str]:
+    """Words of `fsdp` that say otherwise than `on_portable(sharding=...)`."""
+    by_words, default = resolved_config(None, [], plugin).sharding, Sharding()
+    for key, value in options.items():
+        word = getattr(by_words, key, value)
+        is_word = word != getattr(default, key, word) or (key == "strategy" and "reshard_after_forward" in words)
+        if is_word and word != value:
+            yield f"fsdp: its words say {key}={word}, and on_portable(sharding=...) {value}.\n  Leave one of them out."
 
 
 def _wrong_on(args: Any, devices: int, is_xla: bool) -> Iterator[str]:
@@ -235,7 +251,7 @@ def _wrapper_of(model: nn.Module) -> str:
     for module in model.modules():
         if isinstance(module, wrappers) or hasattr(module, "_orig_mod"):
             return type(module).__name__
-    if isinstance(model, FSDPModule) and is_open():  # by an earlier Trainer of this engine
+    if has_sharded(model):  # for an earlier Trainer
         return ""
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return "its weights are DTensors"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+from accelerate.utils import find_batch_size
 from torch import Tensor, nn
 
 from portable_fsdp.accelerator.front import Accelerator
@@ -127,7 +128,8 @@ class PortableTrainer(Base):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not self.accelerator.sync_gradients:
             self.accelerator.engine.end_step()
-        return loss * self._weight(rows, self._sums)
+        weight = self._weight(rows, self._sums)
+        return loss if weight == 1.0 else loss * weight
 
     def _weigh_by(self, rows: Sizes | None) -> None:
         """Let `backward` weigh by these rows; Trainer may have fetched other batches since. None: the loss is a sum."""
@@ -180,7 +182,7 @@ class PortableTrainer(Base):
         if loss is not None:
             weight = self._weight(rows, self._sums) / self.accelerator.num_processes
             loss = self.accelerator.reduce(loss * weight, "sum")
-            self._evaluated.append((loss, rows.total if rows else 1))
+            self._evaluated.append((loss, rows.total if rows else find_batch_size(inputs) or 1))
         return (loss, *others)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -230,6 +232,8 @@ class PortableTrainer(Base):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Check the folder: its weights come with the optimizer's state, once the model is sharded."""
         folder = Path(resume_from_checkpoint)
+        if not folder.is_dir():
+            raise CheckpointError(f"resume_from_checkpoint: Can't find a valid checkpoint at {folder}.")
         if not manifests.committed_steps(folder / STATE_FOLDER):
             raise CheckpointError(
                 f"resume_from_checkpoint: {folder} has no whole checkpoint in {STATE_FOLDER}/: plain Trainer saved it, "

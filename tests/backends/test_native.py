@@ -1,5 +1,6 @@
 """FSDP2 honours the whole policy: bytes at rest, collectives, when units are gathered, and equal curves."""
 
+import math
 import re
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
@@ -18,7 +19,7 @@ from workers import GetWorkers, Group, Run
 
 from portable_fsdp.backends.contract import ShardPolicy, Traffic
 from portable_fsdp.backends.native import groups
-from portable_fsdp.backends.native.units import local_part
+from portable_fsdp.backends.native.units import ComputeTime, local_part
 from portable_fsdp.config.load import make_config
 from portable_fsdp.layout import weight_spec
 from portable_fsdp.runtime.errors import BackendError
@@ -402,3 +403,12 @@ def test_an_evaluation_is_no_first_forward_and_leaves_shards(settings: Settings,
     """What is gathered ahead follows the first forward of training, and all rests as shards after an evaluation."""
     case = evaluated_case({"train.micro_batch": 3, **settings})
     assert_evaluation_changes_nothing(workers(WIRE).run(evaluated, case=case, rows=53, early=True))
+
+
+def test_a_loop_that_reads_no_times_of_forwards_keeps_none() -> None:
+    model = nn.Linear(2, 2)
+    times = ComputeTime(model, [], torch.device("cpu"))
+    model(torch.ones(2))
+    assert math.isnan(times.take())
+    model(torch.ones(2))
+    assert times.take() > 0

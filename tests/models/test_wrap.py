@@ -12,9 +12,10 @@ from torch.distributed.fsdp.wrap import (
     _recursive_wrap,  # pyright: ignore[reportPrivateUsage]
     size_based_auto_wrap_policy,
 )
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from portable_fsdp.config.schema import Memory, Precision, Sharding
-from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers
+from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
 from portable_fsdp.runtime.errors import ConfigError
 
 LLAMA_LAYERS = ("model.layers.0", "model.layers.1")
@@ -52,10 +53,19 @@ def test_a_dict_of_modules_is_no_layer() -> None:
     assert find_layers(model, Sharding()) == ()
 
 
-@pytest.mark.parametrize("classes", [None, ["Layer"]])
-def test_a_model_without_layers_is_refused(classes: list[str] | None) -> None:
+def test_a_model_of_transformers_may_have_no_layer_and_no_vocabulary() -> None:
+    class Regression(PreTrainedModel):
+        def __init__(self) -> None:
+            super().__init__(PreTrainedConfig())
+            self.head = nn.Linear(2, 2)
+
+    assert find_layers(Regression(), Sharding()) == ()
+    assert table_weights(Regression()) == []
+
+
+def test_a_model_without_the_layers_that_it_names_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    model._no_split_modules = classes  # pyright: ignore[reportArgumentType]
+    model._no_split_modules = ["Layer"]  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match=r"(?s)found no layer of the class.*sharding\.wrap_classes.*Linear"):
         find_layers(model, Sharding())
 

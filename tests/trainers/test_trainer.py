@@ -1,19 +1,34 @@
 """transformers' Trainer on both engines, against the same class alone on one device with the same global batch."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from trainer_runs import CASES, example_losses, model_of, plain_run, portable_run, portable_trainer
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import IterableDataset
+from trainer_runs import (
+    CASES,
+    Case,
+    example_losses,
+    model_of,
+    plain_run,
+    portable_class,
+    portable_run,
+    portable_trainer,
+    rows_of,
+)
 from workers import GetWorkers, Group, JobFailed, marked
 
-TWO, THREE, XLA = Group("gloo", 2), Group("gloo", 3), Group("xla", 4)
+ONE, TWO, THREE, XLA = Group("native", 1), Group("gloo", 2), Group("gloo", 3), Group("xla", 4)
 PLACES = [marked(group, in_suite=True) for group in (TWO, XLA)]
 PROOFS = {
     TWO: ("plain", "accumulation", "autocast", "no clipping"),
@@ -125,25 +140,99 @@ def test_evaluate_comes_before_train_and_train_twice(workers: GetWorkers, tmp_pa
         assert first > second
 
 
-REFUSED: dict[str, tuple[Group, dict[str, Any], str]] = {
-    "groups of lengths": (XLA, {"train_sampling_strategy": "group_by_length"}, "another program for XLA"),
-    "liger": (XLA, {"use_liger_kernel": True}, "its kernels are of GPUs"),
-    "batch finder": (TWO, {"auto_find_batch_size": True}, "auto_find_batch_size=True: it retries after errors"),
-    "own token counts": (TWO, {"average_tokens_across_devices": False}, "the loss is always per token"),
-    "noise": (TWO, {"neftune_noise_alpha": 5.0}, "noise in embeddings is not supported"),
-    "float16": (TWO, {"fp16": True}, "mixed_precision=fp16 isn't built"),
-    "full evaluation in bf16": (TWO, {"bf16_full_eval": True}, "evaluations compute as training does"),
+class Refused(NamedTuple):
+    group: Group
+    message: str
+    arguments: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {}
+    deepspeed: Mapping[str, Any] | None = None  # set afterwards: TrainingArguments imports the package
+    wrap: Callable[[nn.Module], object] = lambda model: model
+
+
+FULL_SHARD_BY_WORDS: Any = {"fsdp": True, "fsdp_config": {"reshard_after_forward": True}}
+REFUSED = {
+    "groups of lengths": Refused(XLA, "another program for XLA", {"train_sampling_strategy": "group_by_length"}),
+    "liger": Refused(XLA, "its kernels are of GPUs", {"use_liger_kernel": True}),
+    "compiling": Refused(XLA, "XLA compiles each step itself", {"torch_compile": True}),
+    "generation": Refused(XLA, "each token would be another program", {"predict_with_generate": True}),
+    "autocast": Refused(XLA, "autocast=True: torch_xla casts some layers alone", {"bf16": True}, {"autocast": True}),
+    "8 bits": Refused(XLA, "AdamW of bitsandbytes steps whole weights", {"optim": "adamw_bnb_8bit"}),
+    "8 bits in shards": Refused(TWO, "AdamW of bitsandbytes steps whole weights", {"optim": "adamw_bnb_8bit"}),
+    "batch finder": Refused(TWO, "auto_find_batch_size=True: it retries after errors", {"auto_find_batch_size": True}),
+    "own token counts": Refused(TWO, "the loss is always per token", {"average_tokens_across_devices": False}),
+    "noise": Refused(TWO, "noise in embeddings is not supported", {"neftune_noise_alpha": 5.0}),
+    "float16": Refused(TWO, "mixed_precision=fp16 isn't built", {"fp16": True}),
+    "evaluation in bf16": Refused(TWO, "evaluations compute as training does", {"bf16_full_eval": True}),
+    "evaluation in fp16": Refused(TWO, "evaluations compute as training does", {"fp16_full_eval": True}),
+    "a mode of compiling": Refused(TWO, "torch_compile_mode=max-autotune", {"torch_compile_mode": "max-autotune"}),
+    "rebalanced batches": Refused(
+        TWO, "deals rows to processes itself", {"train_sampling_strategy": "batch_rebalance"}
+    ),
+    "saves on each node": Refused(TWO, "the first host has the whole weights", {"save_on_each_node": True}),
+    "losses for metrics": Refused(TWO, "losses of single rows aren't kept", {"include_for_metrics": ["loss"]}),
+    "the best of weights alone": Refused(
+        TWO,
+        "load_best_model_at_end reads whole checkpoints",
+        {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
+    ),
+    "torch_xla's wrapper": Refused(TWO, "torch_xla's wrapper isn't used", {"fsdp": True, "fsdp_config": {"xla": True}}),
+    "contradicting words": Refused(
+        TWO,
+        "its words say strategy=FULL_SHARD, and on_portable(sharding=...) SHARD_GRAD_OP",
+        FULL_SHARD_BY_WORDS,
+        {"sharding": {"strategy": "SHARD_GRAD_OP"}},
+    ),
+    "deepspeed": Refused(TWO, "DeepSpeed is not an engine here", deepspeed={"zero_optimization": {"stage": 3}}),
+    "a wrapped model": Refused(TWO, "the model is wrapped already (DataParallel)", wrap=nn.DataParallel),
+    "a wrapped part": Refused(
+        TWO, "the model is wrapped already (DataParallel)", wrap=lambda model: nn.Sequential(nn.DataParallel(model))
+    ),
+    "a sharded model": Refused(TWO, "the model is wrapped already (its weights are DTensors)", wrap=fully_shard),
 }
+
+
+def refused_run(name: str, folder: Path) -> None:
+    case = REFUSED[name]
+    trainer = portable_class(Case(sections=case.options))
+    from transformers import Seq2SeqTrainingArguments, TrainingArguments
+
+    kind = Seq2SeqTrainingArguments if "predict_with_generate" in case.arguments else TrainingArguments
+    args = kind(str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **case.arguments)
+    args.deepspeed = cast(Any, case.deepspeed)
+    rows = rows_of(24, classes=False)
+    made = trainer(case.wrap(model_of(CASES["plain"])), args, train_dataset=rows, eval_dataset=rows)
+    made.training_step = begun
+    made.train()
+
+
+def begun(*_: Any) -> None:
+    raise AssertionError("the first step has begun")
 
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.xla
-def test_arguments_that_no_engine_honours_are_refused(name: str, workers: GetWorkers, tmp_path: Path) -> None:
-    group, arguments, message = REFUSED[name]
+def test_what_no_engine_honours_is_refused_before_the_first_step(
+    name: str, workers: GetWorkers, tmp_path: Path
+) -> None:
     with pytest.raises(JobFailed) as failure:
-        workers(group).run(portable_run, name="plain", folder=tmp_path, **arguments)
+        workers(REFUSED[name].group).run(refused_run, name=name, folder=tmp_path)
     assert failure.value.kind == "ConfigError"
-    assert message in failure.value.message
+    assert REFUSED[name].message in failure.value.message
+    assert "\n  " in failure.value.message  # how to fix it
+
+
+@pytest.mark.xla
+def test_arguments_that_have_taken_xla_s_device_are_refused(tmp_path: Path) -> None:
+    code = f"""
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+args = TrainingArguments({str(tmp_path)!r}, report_to=[])
+from portable_fsdp.trainers import on_portable
+sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+on_portable(Trainer)(LlamaForCausalLM(LlamaConfig(**sizes)), args)
+"""
+    env = {name: value for name, value in os.environ.items() if name != "USE_TORCH_XLA"} | {"PJRT_DEVICE": "CPU"}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert "TrainingArguments has chosen XLA's first device.\n  Call on_portable(Trainer) before it." in result.stderr
 
 
 def test_a_plain_trainer_s_checkpoint_is_refused(workers: GetWorkers, tmp_path: Path) -> None:
@@ -173,3 +262,60 @@ def test_only_a_trainer_is_taken() -> None:
 
     with pytest.raises(ConfigError, match="expected transformers' Trainer or a subclass of it, found <class 'int'>"):
         on_portable(int)
+
+
+EIGHT_BITS: dict[str, Any] = {"optim": "adamw_bnb_8bit", "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+
+
+def test_bitsandbytes_optimizers_train_and_resume_on_one_device(workers: GetWorkers, tmp_path: Path) -> None:
+    expected = plain_run("plain", tmp_path / "plain", **EIGHT_BITS)
+    ((curve, _),) = workers(ONE).run(portable_run, name="plain", folder=tmp_path, **EIGHT_BITS)
+    require_equal(curve, expected, 1e-5)
+    checkpoint = str(tmp_path / "checkpoint-3")
+    ((again, _),) = workers(ONE).run(portable_run, name="plain", folder=tmp_path, resume=checkpoint, **EIGHT_BITS)
+    assert again == curve
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(rows_of(21, classes=False, seed=5))
+
+
+def evaluate_a_stream(name: str, folder: Path) -> list[float]:
+    trainer = portable_trainer(name, folder)
+    try:
+        return [trainer.evaluate(rows)["eval_loss"] for rows in (trainer.eval_dataset, Stream())]
+    finally:
+        trainer.accelerator.end_training()
+
+
+def test_a_stream_s_evaluation_weighs_by_rows(workers: GetWorkers, tmp_path: Path) -> None:
+    ((loss, of_stream),) = workers(ONE).run(evaluate_a_stream, name="evaluation", folder=tmp_path)
+    assert of_stream == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_folder_that_is_not_there_is_refused(workers: GetWorkers, tmp_path: Path) -> None:
+    with pytest.raises(JobFailed, match=r"Can't find a valid checkpoint at .*/nothing"):
+        workers(ONE).run(portable_run, name="plain", folder=tmp_path, resume=str(tmp_path / "nothing"))
+
+
+def train_by_two(name: str, folder: Path) -> list[float]:
+    """The loss of an evaluation by the Trainer that has trained a model, by another one, and after it has trained."""
+    first = portable_trainer(name, folder, max_steps=3)
+    try:
+        first.train()
+        second = type(first)(
+            first.model, first.args, train_dataset=first.train_dataset, eval_dataset=first.eval_dataset
+        )
+        losses = [trainer.evaluate()["eval_loss"] for trainer in (first, second)]
+        second.train()
+        return [*losses, second.evaluate()["eval_loss"]]
+    finally:
+        first.accelerator.end_training()
+
+
+@pytest.mark.parametrize("group", PLACES)
+def test_a_second_trainer_takes_the_trained_model(group: Group, workers: GetWorkers, tmp_path: Path) -> None:
+    for first, second, third in workers(group).run(train_by_two, name="evaluation", folder=tmp_path):
+        assert second == first
+        assert third < first

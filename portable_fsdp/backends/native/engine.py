@@ -317,7 +317,8 @@ class NativeBackend(contract.Backend):
             for group in optimizer.param_groups:  # else each operation on each DTensor is dispatched in Python
                 group["fused"] = True
         allocate = own.zero_state(optimizer, self.optimizers, owners := own.owners_of(self._models), zeros)
-        own.step_kinds_apart(optimizer)
+        if any(isinstance(weight, DTensor) for group in optimizer.param_groups for weight in group["params"]):
+            own.step_kinds_apart(optimizer)
         optimizer.register_step_pre_hook(partial(own.require_sums, self._summed, self._group(LOSS_AXES)))
         optimizer.register_step_post_hook(self._note_step)
         own.warn_of_kept_gradients(optimizer, self.optimizers, self._models)
@@ -653,7 +654,8 @@ class NativeBackend(contract.Backend):
 
     def _whole_shape(self, model: nn.Module, fqn: str, tensor: Tensor, spec: Spec) -> tuple[int, ...]:
         """The shape on all devices of the weight `fqn` or of its optimizer state; DTensor knows FSDP's axes alone."""
-        sizes = zip(tensor.shape, self._models[model].shapes.get(fqn, tensor.shape), spec, strict=False)
+        weight = self._models[model].shapes.get(fqn, ())  # a state may have more dimensions
+        sizes = zip(tensor.shape, (*weight, *tensor.shape), spec, strict=False)
         return tuple(whole if cuts[:1] in (("tensor",), ("expert",)) else size for size, whole, cuts in sizes)
 
 

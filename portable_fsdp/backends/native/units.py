@@ -418,7 +418,7 @@ class ComputeTime:
 
     def __init__(self, model: nn.Module, units: Sequence[str], device: torch.device) -> None:
         """Create it after the units are FSDP2's: the hooks run inside the existing ones."""
-        self._is_cuda = device.type == "cuda"
+        self._is_cuda, self._is_read = device.type == "cuda", False
         # Start and end of each forward, by step; the newest step last. A GPU has finished the step before it.
         self._steps = deque[list[Any]]([] for _ in range(1 + self._is_cuda))
         innermost = [name for name in units if not any(other.startswith(f"{name}.") for other in units)]
@@ -427,7 +427,7 @@ class ComputeTime:
             module.register_forward_hook(self._mark, prepend=True)
 
     def _mark(self, *_: Any) -> None:
-        if torch.is_grad_enabled():  # not in evaluation
+        if self._is_read and torch.is_grad_enabled():  # not in evaluation
             mark: Any = torch.cuda.Event(enable_timing=True) if self._is_cuda else time.perf_counter()
             if self._is_cuda:
                 mark.record()
@@ -435,6 +435,7 @@ class ComputeTime:
 
     def take(self) -> float:
         """Return the seconds of the last step; on CUDA of the step before it. NaN: none yet."""
+        self._is_read = True  # a loop that never calls this would keep all times
         self._steps.append([])
         marks = self._steps.popleft()
         pairs = zip(marks[::2], marks[1::2], strict=True)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, cast
 
 import numpy as np
@@ -228,7 +228,8 @@ class XlaBackend(PjrtBackend):
             keep_rows_split(head, lambda logits: layouts.split_rows(logits, tokens, words))
         for name in () if scanned else policy.layers:
             finish_backward(model.get_submodule(name), barrier)
-        model.forward = partial(copies.run_model, list(outside.values()), model.forward)
+        run = partial(copies.run_model, list(outside.values()), model.forward)
+        model.forward = wraps(model.forward)(run)  # with its signature, which Trainer reads
 
     def build_optimizer(
         self, make: contract.MakeOptimizer, groups: list[dict[str, Any]], model: nn.Module
