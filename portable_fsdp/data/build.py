@@ -219,7 +219,7 @@ class _Builder:
         else:
             self._check_lengths(source, documents, too_long)
             keep &= ~too_long
-        return DocumentRows(
+        rows = DocumentRows(
             documents.tokens,
             documents.counted,
             cut(starts[:-1][keep], lengths[keep], seq_len),
@@ -228,6 +228,9 @@ class _Builder:
             several=self._packing == "documents",
             remember=remember,
         )
+        if rows.note:
+            log.info("data: %s: %s", source.name, rows.note)
+        return rows
 
     def _check_lengths(
         self, source: DocumentSource, documents: TokenizedDocuments, too_long: NDArray[np.bool_]

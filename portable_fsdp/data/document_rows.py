@@ -53,13 +53,23 @@ class DocumentRows(Rows):
         in a row as fit, else one; `padding`: the id that fills the end of a row; `remember`: see `PackedRows`."""
         self.seq_len, self._remember = seq_len, remember
         self._tokens, self._counted, self._pieces, self._padding = tokens, counted, pieces, padding
-        count = len(pieces.lengths)
+        self._several, count = several, len(pieces.lengths)
         self._order, self._starts = (
             best_fit(pieces.lengths, seq_len) if several else (np.arange(count), np.arange(count + 1))
         )
 
     def __len__(self) -> int:
         return len(self._starts) - 1
+
+    @property
+    def note(self) -> str:
+        """A sentence for rows that are padding for the greater part; else empty."""
+        total, longest = len(self) * self.seq_len, int(self._pieces.lengths.max(initial=0))
+        padding = 1 - int(self._pieces.lengths.sum()) / max(1, total)
+        if padding <= 0.5:
+            return ""
+        several = "" if self._several else ", and data.packing=documents puts several documents in a row"
+        return f"{100 * padding:.0f}% of all tokens are padding: data.seq_len={longest} would do{several}"
 
     def rows(self, indices: Int64s) -> dict[str, Tensor]:
         """Return `input_ids`, `labels`, `positions` and `segments`, int64 `[len(indices), seq_len]`."""

@@ -94,6 +94,19 @@ def test_completions_longer_than_a_row_are_counted(tmp_path: Path, caplog: pytes
         build_data(data(path, format="prompt_completion", columns=columns, on_error="skip"))
 
 
+def test_rows_of_padding_are_said_with_the_length_that_would_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "short.jsonl", ["x" * 9, "x" * 19])
+    with caplog.at_level(logging.INFO, "portable_fsdp"):
+        build_data(data(path, packing="none"))
+    said = "77% of all tokens are padding: data.seq_len=20 would do, and data.packing=documents puts several documents"
+    assert f"data: {path}: {said} in a row" in caplog.messages
+    caplog.clear()
+    build_data(data(path, packing="none", seq_len=20))
+    assert not any("padding" in message for message in caplog.messages)
+
+
 def test_a_document_predicts_if_a_token_behind_its_first_counts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
