@@ -342,6 +342,13 @@ class Accelerator(accelerate.Accelerator):
                 return [each for part in self.engine.gather(input_data[: rows.own]) for each in part]
             own = recursively_apply(lambda value: torch.atleast_1d(value.detach().cpu())[: rows.own], input_data)
             return send_to_device(concatenate(self.engine.gather(own)), self.device)
+        is_tensors = not use_gather_object and all(map(torch.is_tensor, tree_leaves(input_data)))
+        if self.engine.device.type == "xla" and is_tensors:  # a slice that leaves nothing out would be a program, too
+            state = self.gradient_state
+            rest = state.remainder if state.end_of_dataloader and state.remainder > 0 else sys.maxsize
+            return recursively_apply(
+                lambda value: value[:rest] if len(value) > rest else value, self.gather(input_data)
+            )
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

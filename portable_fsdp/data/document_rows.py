@@ -66,7 +66,7 @@ class DocumentRows(Rows):
         """A sentence for rows that are padding for the greater part; else empty."""
         total, longest = len(self) * self.seq_len, int(self._pieces.lengths.max(initial=0))
         padding = 1 - int(self._pieces.lengths.sum()) / max(1, total)
-        if padding <= 0.5:
+        if padding <= 0.5 or not longest:
             return ""
         several = "" if self._several else ", and data.packing=documents puts several documents in a row"
         return f"{100 * padding:.0f}% of all tokens are padding: data.seq_len={longest} would do{several}"
