@@ -219,7 +219,8 @@ class Saving:
         elsewhere = self._run_save_hooks(folder)
         steps = max((optimizer.steps for optimizer in self._optimizers().values()), default=0)
         objects = self._objects()
-        with self._open(folder, elsewhere) as checkpoints:
+        replaces = on_process_0(engine, lambda: _are_of_scripts(Path(folder)))
+        with self._open(folder, elsewhere, keep=1 if replaces else None) as checkpoints:
             step = on_process_0(engine, lambda: _free_step(Path(folder), steps))
             checkpoints.save(step, self._named_models(), self._inner_optimizers(), (0, 0), objects=objects)
             checkpoints.wait()
@@ -244,12 +245,12 @@ class Saving:
         if not weights_only:
             self.random.set()
 
-    def _open(self, folder: str, elsewhere: Collection[str]) -> Checkpoints:
+    def _open(self, folder: str, elsewhere: Collection[str], keep: int | None = None) -> Checkpoints:
         config = self._config.model_dump(mode="json")
         for key in ("micro_batch", "global_batch"):  # of the engine's devices: the script has its own batches
             config["train"].pop(key, None)
-        one = {"async_save": False, "keep": 1, "keep_every": None}  # a save replaces that of before
-        settings = self._config.checkpoint.model_copy(update=one)
+        update = {"async_save": False, "keep": keep, "keep_every": None}
+        settings = self._config.checkpoint.model_copy(update=update)
         models = [*self._named_models().values()]
         is_one = len(models) == 1 and not elsewhere  # then transformers can open it, and the trainer
         architecture: Any = getattr(models[0], "config", None) if is_one else None
@@ -408,6 +409,15 @@ def _by_number(parent: Path) -> list[Path]:
         (path for path in parent.iterdir() if re.search(r"\d+$", path.name)),
         key=lambda path: int(re.findall(r"\d+", path.name)[-1]),
     )
+
+
+def _are_of_scripts(folder: Path) -> bool:
+    """Whether all checkpoints in a folder are of `save_state`, which then replaces them; a run's own stay."""
+    try:
+        names = [manifests.read_manifest(path).named for path in manifests.committed_steps(folder)]
+    except CheckpointError:  # a damaged one
+        return False
+    return all(named is not None and "accelerator" in named.objects for named in names)
 
 
 def _free_step(folder: Path, steps: int) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -265,6 +266,19 @@ def test_process_0_saves_an_optimizer_by_itself(group: Group, workers: GetWorker
     for first, second, checkpoints in workers(group).run(by_hand, folder=tmp_path):
         assert second == pytest.approx(first, rel=1e-6)
         assert checkpoints == ["step-00000001"]
+
+
+def test_a_run_s_own_checkpoints_stay_beside_those_of_a_script(tmp_path: Path) -> None:
+    from portable_fsdp import Accelerator
+
+    made = Path(__file__).parents[1] / "checkpoint/made_before/run/checkpoints"
+    shutil.copytree(made, tmp_path / "checkpoints")
+    acc = Accelerator(device="cpu", backend="native", num_devices=1)
+    acc.prepare(Net())
+    acc.save_state(tmp_path / "checkpoints")
+    acc.end_training()
+    assert (tmp_path / "checkpoints/step-00000002/manifest.json").exists()
+    assert len([*(tmp_path / "checkpoints").glob("step-*")]) == 2
 
 
 def orders(folder: Path, resume: bool) -> list[list[float]]:
