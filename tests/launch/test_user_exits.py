@@ -281,7 +281,8 @@ def test_the_process_that_failed_first_names_the_cause(start: str, fault: str, p
     assert len(reasons) == (1 if start == "torchrun" else 2), run.err
     assert all(re.search(cause, reason) for reason in reasons), reasons
     if start != "torchrun":
-        assert re.search(f"  after step [234]: .*{cause}", run.err.splitlines()[-1])
+        # Metrics are read a step late: of a process that is killed, those of its last step are lost.
+        assert re.search(f"  after step [1234]: .*{cause}", run.err.splitlines()[-1])
 
 
 @pytest.mark.proof
