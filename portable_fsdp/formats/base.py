@@ -20,7 +20,7 @@ from portable_fsdp.checkpoint.manifests import MAX_RANK, TensorEntry, folder_of
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Advance, Reader, no_progress
 from portable_fsdp.formats import MODULES
-from portable_fsdp.models.architecture import config_from_json, config_to_json
+from portable_fsdp.models.architecture import config_from_json, config_to_json, text_config
 from portable_fsdp.models.weights import names_of_weights
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.files import parse_json, read_inside
@@ -184,8 +184,8 @@ def config_object(model_config: Mapping[str, Any], where: str) -> Any:
 
 def model_on_meta(model_config: Mapping[str, Any], where: str) -> Any:
     """Build the model of a config on meta; None unless it is a causal language model. Raises `CheckpointError`."""
-    config = config_object(model_config, where)
     transformers = import_transformers()
+    config = text_config(config_object(model_config, where))
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     try:

@@ -86,6 +86,26 @@ def models_of(task: str) -> str:
     return f"a model for train.task={task}" if task in _MAPPINGS and task != "causal_lm" else "a causal language model"
 
 
+def text_config(config: Any, task: str = "causal_lm") -> Any:
+    """Return the part of a multimodal config that describes the text model which trains, else the config itself.
+
+    Only for `causal_lm`, and if transformers has a causal class for that part (as of 5.24 not for Qwen 2.5-VL).
+    """
+    from transformers.models.auto import modeling_auto
+
+    if task != "causal_lm" or type(config) not in modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return config
+    text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
+    return text if type(text) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING else config
+
+
+def trains(config: Any, task: str) -> bool:
+    """Whether transformers has a model of this config, or of its text, for the task."""
+    from transformers.models.auto import modeling_auto
+
+    return type(text_config(config, task)) in getattr(modeling_auto, mapping_of(task))
+
+
 def read_architecture(
     architecture: Mapping[str, Any] | str, task: str = "causal_lm", *, drops: bool = False, logs: bool = True
 ) -> Any:
@@ -111,6 +131,8 @@ def read_architecture(
         config = _read(values)
     except Exception as error:  # transformers validates with exceptions of many classes, all about these values
         failure = error
+    if config is not None and not trains(config, task):
+        raise _unknown_type(str(values["model_type"]), where, task)
     if missing := dict(_missing_sizes(kind, config, values)):
         defaults = ", ".join(f"{name}={default}" for name, default in missing.items())
         raise ConfigError(
@@ -163,14 +185,21 @@ def _class_of(model_type: str, where: str, task: str) -> Any:
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    known = list(getattr(modeling_auto, f"{mapping_of(task)}_NAMES"))
-    if model_type not in known:
-        near = difflib.get_close_matches(model_type, known, n=3)
-        raise ConfigError(
-            f"{where}model_type: expected {models_of(task)} of transformers, found {model_type!r}."
-            + (f"\n  nearest: {', '.join(near)}." if near else "")
-        )
+    # A part of a multimodal model may be one for the task: `read_architecture` looks.
+    parts = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if task == "causal_lm" else ()
+    if model_type not in (*getattr(modeling_auto, f"{mapping_of(task)}_NAMES"), *parts):
+        raise _unknown_type(model_type, where, task)
     return CONFIG_MAPPING[model_type]
+
+
+def _unknown_type(model_type: str, where: str, task: str) -> ConfigError:
+    from transformers.models.auto import modeling_auto
+
+    near = difflib.get_close_matches(model_type, list(getattr(modeling_auto, f"{mapping_of(task)}_NAMES")), n=3)
+    return ConfigError(
+        f"{where}model_type: expected {models_of(task)} of transformers, found {model_type!r}."
+        + (f"\n  nearest: {', '.join(near)}." if near else "")
+    )
 
 
 def _read(values: Mapping[str, Any]) -> Any:

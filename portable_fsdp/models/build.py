@@ -21,7 +21,14 @@ from torch import nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matching
-from portable_fsdp.models.architecture import config_to_json, last_line, mapping_of, read_architecture, set_dropout
+from portable_fsdp.models.architecture import (
+    config_to_json,
+    last_line,
+    mapping_of,
+    read_architecture,
+    set_dropout,
+    text_config,
+)
 from portable_fsdp.models.attention import (
     FLEX,
     STATIC,
@@ -31,6 +38,7 @@ from portable_fsdp.models.attention import (
 )
 from portable_fsdp.models.experts import DENSE, choose_experts, register_experts, takes_implementation
 from portable_fsdp.models.loss import DocumentArguments, LogitSteps, Loss, attach_loss, trace_logits
+from portable_fsdp.models.multimodal import Published, published, with_ties
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, is_decoder_only
 from portable_fsdp.models.weights import DTYPES, BuiltModel, RandomWeights, TensorFile, fill_buffers, size_of
 from portable_fsdp.runtime.errors import ConfigError
@@ -110,7 +118,8 @@ def build_model(
     before_transformers()
     opened = _open_model(asked)
     bare = opened.made.model
-    built = BuiltModel(bare, RandomWeights(opened.made.twin, seed, asked.master), opened.config, size_of(bare))
+    drawn = RandomWeights(opened.made.twin, seed, asked.master)
+    built = BuiltModel(bare, drawn, opened.config, size_of(bare), published=opened.whole)
     for run_pass in PASSES:
         built = run_pass(built, opened)
     return replace(built, size=size_of(built.model))
@@ -142,6 +151,8 @@ class _Opened:
     asked: _Asked
     made: _Made
     config: dict[str, Any]  # as given, in JSON
+    whole: dict[str, Any] | None  # likewise of the published multimodal model whose text this is
+    published: Published | None  # that model, for its files
     file: TensorFile | None
     rows_before: int | None  # of a vocabulary that grew
     rates: dict[str, float]  # of dropout
@@ -150,7 +161,7 @@ class _Opened:
 
 def _open_model(asked: _Asked) -> _Opened:
     """Read the config or the files of the model, and make it on meta with the attention that fits."""
-    model, file, rows_before = asked.model, None, None
+    model, file = asked.model, None
     if model.pretrained is None:
         config = read_architecture(model.architecture or {}, asked.task.name, drops=model.resolved_dropout != 0)
     else:
@@ -162,13 +173,18 @@ def _open_model(asked: _Asked) -> _Opened:
                 f"model.pretrained: {file.where}: its weights are quantised: expected precision.frozen={file.scheme}, "
                 f"found {asked.precision.frozen}.\n  Set it to {file.scheme}, or use the model's unquantised folder."
             )
-        rows_before = _grow(config, asked, file)
-    _check_config(config, asked)
-    as_given = config_to_json(config)
-    _switch_off(config)
-    rates = set_dropout(config, model.resolved_dropout)
-    made = _with_attention(config, asked)
-    return _Opened(asked, made, as_given, file, rows_before, rates, _documents(made, asked))
+    text = text_config(config, asked.task.name)
+    rows_before = None if file is None else _grow(text, asked, file)
+    whole = None if text is config else with_ties(config, text)
+    if whole is not None:
+        log.info("model: the text of %s trains; its other parts are left out", type(whole).__name__)
+    _check_config(text, asked)
+    as_given, of_whole = config_to_json(text), None if whole is None or file is None else config_to_json(config)
+    _switch_off(text)
+    rates = set_dropout(text, model.resolved_dropout)
+    made = _with_attention(text, asked)
+    found = None if of_whole is None else published(whole, made.twin)
+    return _Opened(asked, made, as_given, of_whole, found, file, rows_before, rates, _documents(made, asked))
 
 
 def _with_attention(config: Any, asked: _Asked) -> _Made:
@@ -268,8 +284,8 @@ def _values(built: BuiltModel, opened: _Opened) -> BuiltModel:
     if file is not None:
         from portable_fsdp.models.pretrained import PretrainedWeights
 
-        allow = opened.asked.model.allow
-        weights = PretrainedWeights(file, model, twin, drawn, allow=allow, rows_before=opened.rows_before)
+        known = {"rows_before": opened.rows_before, "published": opened.published}
+        weights = PretrainedWeights(file, model, twin, drawn, allow=opened.asked.model.allow, **known)
         stored = {name: buffer for name, buffer in model.named_buffers() if weights.holds(name)}
         for name, buffer in stored.items():
             buffer.copy_(weights(name, tuple(slice(0, size) for size in buffer.shape)))

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matches
-from portable_fsdp.models.architecture import last_line, log_unknown_keys, mapping_of, models_of
+from portable_fsdp.models.architecture import last_line, log_unknown_keys, models_of, trains
+from portable_fsdp.models.multimodal import Published
 from portable_fsdp.models.tensor_files import GgufFile, SafetensorsFolder
 from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, names_of_weights
 from portable_fsdp.runtime.errors import ConfigError
@@ -68,7 +69,6 @@ def open_pretrained(model: schema.Model, task: str = "causal_lm") -> tuple[Any, 
 
 def _config(folder: Path, task: str) -> Any:
     from transformers import AutoConfig
-    from transformers.models.auto import modeling_auto
 
     path = folder / "config.json"
     if not path.is_file():
@@ -80,7 +80,7 @@ def _config(folder: Path, task: str) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers validates with exceptions of many classes, all about this file
         raise ConfigError(f"model.pretrained: {path}: {last_line(error)}") from error
-    if type(config) not in getattr(modeling_auto, mapping_of(task)):
+    if not trains(config, task):
         raise ConfigError(
             f"model.pretrained: {path}: expected {models_of(task)} of transformers, found model_type "
             f"{config.model_type!r}."
@@ -104,7 +104,7 @@ class PretrainedWeights:
 
     Casts to the dtype of the model's parameter or buffer. `model` is on meta; `twin` keeps its meta parameters. `drawn`
     draws tensors that `allow` (name patterns) lets be missing. `rows_before`: rows of the vocabulary before embedding
-    and head grew; their new rows are the mean of the old ones.
+    and head grew; their new rows are the mean of the old ones. `published`: the files are those of a multimodal model.
     """
 
     def __init__(
@@ -116,9 +116,10 @@ class PretrainedWeights:
         *,
         allow: Sequence[str],
         rows_before: int | None,
+        published: Published | None = None,
     ) -> None:
-        self._file, self._drawn = file, drawn
-        self._tensors = ConvertedTensors(file, twin)
+        self._file, self._drawn, self.published = file, drawn, published
+        self._tensors = ConvertedTensors(file, twin, published)
         stored = stored_tensors(model)
         self._dtypes = {name: tensor.dtype for name, tensor in stored.items()}
         tied = names_of_weights(model)  # a folder may hold any name of a tied weight
@@ -126,7 +127,7 @@ class PretrainedWeights:
         stored_names = {first: [n for n in names if n in self._tensors.shapes] for first, names in aliases.items()}
         missing = [names for first, names in aliases.items() if not stored_names[first]]
         _refuse_missing(file, model, missing, len(aliases), allow)
-        _refuse_unexpected(file, model, self._tensors.unexpected, allow)
+        _refuse_unexpected(file, published.model if published else model, self._tensors.unexpected, allow)
         self._where = {first: names[0] for first, names in stored_names.items() if names}
         self._rows = {} if rows_before is None else dict.fromkeys(vocabulary_tables(model), rows_before)
         self._means: dict[str, Tensor] = {}
@@ -294,16 +295,22 @@ class ConvertedTensors:
     reads a renamed tensor by the slice, makes a joined one on demand, and keeps that until the next.
 
     `shapes`: by the model's names; `keys`: the file's keys of each name; `unexpected`: the other keys; `joined`:
-    names of tensors made from several keys, and how."""
+    names of tensors made from several keys, and how. Files of a `published` multimodal model have tensors of other
+    parts too: they aren't listed."""
 
-    def __init__(self, file: TensorFile, model: Any) -> None:
-        self._file, self._model = file, model
+    def __init__(self, file: TensorFile, model: Any, published: Published | None = None) -> None:
+        self._file, self._model = file, published.model if published else model
         self.joined: dict[str, _Group] = {}
         self._last: tuple[_Group, dict[str, Tensor]] | None = None
         self.keys: dict[str, list[str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.unexpected: list[str] = []
         self._sort(file.shapes)
+        self._theirs = {name: published.name(name) if published else name for name in model.state_dict()}
+        self.keys, self.shapes, self.joined = (
+            {ours: by_name[theirs] for ours, theirs in self._theirs.items() if theirs in by_name}
+            for by_name in (self.keys, self.shapes, self.joined)
+        )
 
     def read(self, name: str, slices: TensorSlices) -> Tensor:
         group = self.joined.get(name)
@@ -312,7 +319,7 @@ class ConvertedTensors:
         if self._last is None or self._last[0] is not group:
             self._last = None  # dropped first, so that two are never in memory
             self._last = (group, self._make(group, lambda key: self._file.read(key, ())))
-        return self._last[1][name][slices].clone()
+        return self._last[1][self._theirs[name]][slices].clone()
 
     def _sort(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping

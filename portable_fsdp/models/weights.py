@@ -260,7 +260,8 @@ class BuiltModel:
     """A model on meta (its buffers are real, on the host), its weights, and its transformers config.
 
     The config is unchanged: with the dropout and the cache that training switches off. It is JSON, from which
-    `config_from_json` restores an equal config. Empty: a model of `model.factory`, not of transformers.
+    `config_from_json` restores an equal config. Empty: a model of `model.factory`, not of transformers. `published`:
+    likewise that of the multimodal model whose text this is; else None.
     """
 
     model: nn.Module
@@ -269,4 +270,5 @@ class BuiltModel:
     size: ModelSize
     weights: "PretrainedWeights | None" = None  # of `model.pretrained`, before adapters
     base: Base | None = None  # of `model.lora` or of quantised weights, if it comes from `model.pretrained`
+    published: dict[str, Any] | None = None
     dropout: str = ""  # what `model.dropout` is here, for the log

@@ -188,7 +188,7 @@ def _build(config: Config, engine: Backend, held: ExitStack) -> tuple[Corpus, in
     # Lock out other runs before the search for a checkpoint.
     on_process_0(engine, lambda: held.enter_context(sole_run(Path(config.run.dir))))
     training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
-    require_same_model(engine, training.built.config)
+    require_same_model(engine, training.built.published or training.built.config)
     log.debug("model and optimizer built")
     return corpus, steps, training
 
