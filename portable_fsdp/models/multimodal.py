@@ -1,0 +1,85 @@
+"""The text model inside a multimodal one: newer families (Gemma 3, Qwen 3.5, Mistral 3) are published only so.
+
+The text alone trains, in transformers' class of the config's text part. Towers are neither built with it nor read; an
+export copies them from `model.pretrained`, and gives the text the names of the published files (formats/published.py).
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from portable_fsdp.models.architecture import last_line
+from portable_fsdp.runtime.errors import ConfigError
+
+
+class Published(NamedTuple):
+    """A multimodal model as published, on meta. `parts`: prefix of FQNs in the text model -> prefix in this model."""
+
+    model: Any
+    parts: Mapping[str, str]
+
+    def name(self, fqn: str) -> str:
+        """Return the FQN in the published model, of a weight or module of the text model."""
+        return next((there + fqn.removeprefix(here) for here, there in self.parts.items() if fqn.startswith(here)), fqn)
+
+    @property
+    def opens_as_text(self) -> bool:
+        """Whether `AutoModelForCausalLM` opens the text alone (Qwen 3.5, Llama 4), not this model (Gemma 3)."""
+        from transformers.models.auto import modeling_auto
+
+        config: Any = type(self.model.config)
+        return getattr(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(config), "config_class", config) is not config
+
+
+def with_ties(config: Any, text: Any) -> Any:
+    """Return the published model of `config` on meta, and let `text`, its part, tie the head as that model does.
+
+    Raises ConfigError if transformers can't build it.
+    """
+    from transformers.models.auto import modeling_auto
+
+    kind: Any = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+    try:
+        with torch.device("meta"):
+            model = kind._from_config(copy.deepcopy(config))
+    except Exception as error:  # a tower that needs another package, sizes that don't fit
+        raise ConfigError(f"model: {kind.__name__}: transformers can't build it: {last_line(error)}") from error
+    head = model.get_output_embeddings()
+    text.tie_word_embeddings = head is not None and head.weight is model.get_input_embeddings().weight
+    return model
+
+
+def published(model: Any, text: Any) -> Published:
+    """Find the model `text` inside the published `model`, by class, names and shapes (both on meta).
+
+    Raises ConfigError if it isn't there.
+    """
+    parts = {"": _inside(model, text)}
+    if not parts[""]:  # the model has a head of its own
+        head, top = (
+            {m: f"{name}." for name, m in each.named_modules()}.get(each.get_output_embeddings(), "")
+            for each in (text, model)
+        )
+        parts = {f"{text.base_model_prefix}.": _inside(model, text.base_model), head: top}
+    found, shapes = Published(model, parts), _shapes(model)
+    if not all(parts.values()) or any(shapes.get(found.name(fqn)) != shape for fqn, shape in _shapes(text).items()):
+        raise ConfigError(
+            f"model: {type(model).__name__} doesn't hold a {type(text).__name__}, which its config names as its text.\n"
+            "  Save its text with transformers (save_pretrained), and name that folder."
+        )
+    return found
+
+
+def _inside(model: nn.Module, text: nn.Module) -> str:
+    """Return the prefix of the part of `model` that is a `text` by class, names and shapes; empty: there isn't one."""
+    shapes = _shapes(text)
+    found = [name for name, part in model.named_modules() if type(part) is type(text) and _shapes(part) == shapes]
+    return f"{found[0]}." if len(found) == 1 else ""
+
+
+def _shapes(module: nn.Module) -> Mapping[str, tuple[int, ...]]:
+    """FQN -> shape of what files hold, tied weights under each of their names."""
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
