@@ -204,8 +204,11 @@ def _open(folder: Path, key: str, gguf_file: str | None) -> Any:
             if gguf_file is not None:
                 return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file, **local)
             if (folder / "tokenizer_config.json").is_file() or (folder / "config.json").is_file():
-                return transformers.AutoTokenizer.from_pretrained(folder, **local)
-            if (folder / "tokenizer.json").is_file():
+                opened = transformers.AutoTokenizer.from_pretrained(folder, **local)
+                # By config.json alone some classes open with nothing but their special tokens.
+                if opened.get_vocab().keys() - opened.added_tokens_encoder.keys() - set(opened.all_special_tokens):
+                    return opened
+            elif (folder / "tokenizer.json").is_file():
                 return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     except DataError:
         raise
@@ -213,7 +216,7 @@ def _open(folder: Path, key: str, gguf_file: str | None) -> Any:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(f"{key}: {folder}: transformers can't open it: {reason[0]}") from error
     raise DataError(
-        f"{key}: {folder} has neither tokenizer_config.json nor tokenizer.json.\n"
+        f"{key}: {folder} has no tokenizer: neither tokenizer.json nor other files with a vocabulary.\n"
         "  Write one with transformers' save_pretrained, or set data.tokenizer=bytes."
     )
 

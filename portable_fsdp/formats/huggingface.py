@@ -19,10 +19,11 @@ from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Lora, Model
 from portable_fsdp.formats import base as formats
 from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, ForeignFormat
+from portable_fsdp.formats.published import PROCESSOR_FILES, published_model, with_parts
 from portable_fsdp.formats.single_file import open_safetensors
 from portable_fsdp.layout import full_region
 from portable_fsdp.models import lora
-from portable_fsdp.models.architecture import mapping_of
+from portable_fsdp.models.architecture import mapping_of, text_config
 from portable_fsdp.models.expert_adapters import expert_products
 from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained
 from portable_fsdp.models.tensor_files import INDEX, SINGLE, require_as_exported
@@ -52,12 +53,19 @@ def export_model(reader: Reader, options: ExportOptions) -> Callable[[Path], Non
     model that isn't from transformers.
     """
     saved, read = merged(reader, options.base)
+    found, parts = published_model(reader.manifest.architecture, f"checkpoint {reader.folder.name}"), None
+    if found is not None:
+        place = options.base or str(opened_folder(reader.manifest) or reader.manifest.config["model"]["pretrained"])
+        saved, read, parts = with_parts(reader, place, found, saved, read)
     tensors = {key: formats.as_dtype(tensor, options.dtype) for key, tensor in saved.items()}
     config = _model_config(reader.manifest, reader.folder.name, tensors)
 
     def write(folder: Path) -> None:
         if config is not None:
             config.save_pretrained(folder)
+        for name in PROCESSOR_FILES:
+            if parts is not None and (parts / name).is_file():
+                (folder / name).write_bytes(read_inside(parts / name, parts))
         own = _generation_config(reader.manifest)
         if own is not None:
             (folder / GENERATION).write_bytes(own)
@@ -183,7 +191,10 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
     manifest, whole = reader.manifest, lora.whole_tensors(adapters.base, adapters.settings.train_whole)
     names = {key: key for key in formats.weights_of(reader) if lora.is_adapter(key)}
     names |= {name: manifest.ties.get(name, name) for name in whole}  # peft holds tied weights twice
-    ours = {theirs: names[name] for name, theirs in lora.peft_keys(adapters.base, names).items()}
+    found = published_model(manifest.architecture, f"checkpoint {reader.folder.name}")
+    opened: Any = found.model if found is not None and not found.opens_as_text else None
+    as_opened = found.name if found is not None and opened is not None else str
+    ours = {theirs: names[name] for name, theirs in lora.peft_keys(adapters.base, names, as_opened).items()}
     tensors = {theirs: formats.as_dtype(manifest.tensors[key], options.dtype) for theirs, key in ours.items()}
     layers = [names.layer for names in adapters.layers if not names.is_of_experts]
     of_experts = [names.layer for names in adapters.layers if names.is_of_experts]
@@ -195,15 +206,18 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
     settings = LoraConfig(
         **lora.peft_settings(adapters.settings),
         fan_in_fan_out=any(holds_inputs_first(adapters.base.get_submodule(layer)) for layer in layers),
-        target_parameters=_short_names(adapters.base.named_parameters(), of_experts, parts=2) or None,
+        target_parameters=_short_names(
+            (opened or adapters.base).named_parameters(), map(as_opened, of_experts), parts=2
+        )
+        or None,
         ensure_weight_tying=bool(whole.keys() & manifest.ties.keys()),
-        modules_to_save=lora.whole_modules(adapters.base, adapters.settings.train_whole) or None,
+        modules_to_save=[*map(as_opened, lora.whole_modules(adapters.base, adapters.settings.train_whole))] or None,
         base_model_name_or_path=pretrained,
         revision=revision,
         inference_mode=True,
     )
     # Set here: the constructor would make them a set, in random order.
-    settings.target_modules = _short_names(adapters.base.named_modules(), layers, parts=1)
+    settings.target_modules = _short_names((opened or adapters.base).named_modules(), map(as_opened, layers), parts=1)
 
     def write(folder: Path) -> None:
         settings.save_pretrained(str(folder))
@@ -343,9 +357,10 @@ def _left_out(reader: Reader, model: nn.Module, name: str | None) -> WeightFill 
             parameter.data = parameter.data.float()
         drawn = RandomWeights(model, 0, torch.float32)  # fills nothing: the base has every weight
         allow = manifest.config.get("model", {}).get("allow", ())
-        rows = getattr(config, "vocab_size", None)  # fewer if the run's tokenizer had more tokens
+        rows = getattr(text_config(config), "vocab_size", None)  # fewer if the run's tokenizer had more tokens
         rows = None if rows == getattr(cast(Any, model).config, "vocab_size", None) else rows
-        weights = PretrainedWeights(file, model, model, drawn, allow=allow, rows_before=rows)
+        found = published_model(manifest.architecture, f"checkpoint {reader.folder.name}")
+        weights = PretrainedWeights(file, model, model, drawn, allow=allow, rows_before=rows, published=found)
         if base.scheme is None:
             return weights
         from portable_fsdp.models.quantised import as_quantised

@@ -284,8 +284,15 @@ def _values(built: BuiltModel, opened: _Opened) -> BuiltModel:
     if file is not None:
         from portable_fsdp.models.pretrained import PretrainedWeights
 
-        known = {"rows_before": opened.rows_before, "published": opened.published}
-        weights = PretrainedWeights(file, model, twin, drawn, allow=opened.asked.model.allow, **known)
+        weights = PretrainedWeights(
+            file,
+            model,
+            twin,
+            drawn,
+            allow=opened.asked.model.allow,
+            rows_before=opened.rows_before,
+            published=opened.published,
+        )
         stored = {name: buffer for name, buffer in model.named_buffers() if weights.holds(name)}
         for name, buffer in stored.items():
             buffer.copy_(weights(name, tuple(slice(0, size) for size in buffer.shape)))

@@ -16,7 +16,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import is_inside, matches, matching, yaml_value
 from portable_fsdp.models.expert_adapters import EXPERTS, add_to_experts, last_two, names_weight, stacked_weights
+from portable_fsdp.models.multimodal import Published
 from portable_fsdp.models.pretrained import PretrainedWeights, stored_tensors, vocabulary_tables
 from portable_fsdp.models.tensor_files import open_safetensors
 from portable_fsdp.models.weights import (
@@ -98,8 +99,9 @@ class AdapterNames(NamedTuple):
         return self.weight == self.layer
 
 
-def peft_keys(model: nn.Module, names: Collection[str]) -> dict[str, str]:
-    """Return FQN -> name in peft's files of weights that train. `model`: with or without its adapters.
+def peft_keys(model: nn.Module, names: Collection[str], as_opened: Callable[[str], str] = str) -> dict[str, str]:
+    """Return FQN -> name in peft's files of weights that train. `model`: with or without its adapters; `as_opened`:
+    gives the FQN in the model that transformers opens for peft.
 
     peft leaves out the adapter's name, and wraps a module of experts once for each of its weights that has an adapter.
     """
@@ -114,7 +116,7 @@ def peft_keys(model: nn.Module, names: Collection[str]) -> dict[str, str]:
             ]
             layer = holder + _BASE * len(outer)
         adapter = f"{layer}.{kind}" if kind in _MAGNITUDE else f"{layer}.{kind}.weight"
-        keys[fqn] = f"{_INSIDE}.{adapter if is_adapter(fqn) else fqn}"
+        keys[fqn] = f"{_INSIDE}.{as_opened(adapter if is_adapter(fqn) else fqn)}"
     return keys
 
 
@@ -164,7 +166,8 @@ def with_adapters(
             "own tokenizer and all of its weights."
         )
     fill = add_adapters(built.model, lora, seed, master, built.fill)
-    return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill))
+    found = built.weights.published if built.weights is not None else None
+    return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill, found))
 
 
 def with_norms(built: BuiltModel, lora: schema.Lora) -> BuiltModel:
@@ -387,11 +390,11 @@ def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
 # ------------------------------------------------------------------------------------------------ adapters of a folder
 
 
-def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill) -> WeightFill:
+def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill, found: Published | None = None) -> WeightFill:
     """Return the `fill` of a model with adapters, on meta, that reads the folder's adapters in the model's dtypes.
 
-    Reads only the requested slices. Raises ConfigError for a missing folder, an unsupported kind, and r, alpha, layers
-    or shapes other than the run's.
+    Reads only the requested slices. `found`: the multimodal model whose text this is. Raises ConfigError for a missing
+    folder, an unsupported kind, and r, alpha, layers or shapes other than the run's.
     """
     folder = local_folder(_KEY, cast(str, lora.start_from), (CONFIG, WEIGHTS))
     _check_config(folder, lora)
@@ -403,7 +406,7 @@ def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill) -> WeightF
     parameters = dict(model.named_parameters())
     whole = whole_tensors(model, lora.train_whole)
     tensors = {name: parameter for name, parameter in parameters.items() if is_adapter(name)} | whole
-    keys = peft_keys(model, tensors)
+    keys = peft_keys(model, tensors, found.name if found is not None and not found.opens_as_text else str)
     _check_weights(path, {keys[name]: tuple(tensor.shape) for name, tensor in tensors.items()})
     first = {id(parameter): name for name, parameter in parameters.items()}
     with open_safetensors(_KEY, path) as file:

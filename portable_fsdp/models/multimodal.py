@@ -31,7 +31,9 @@ class Published(NamedTuple):
         from transformers.models.auto import modeling_auto
 
         config: Any = type(self.model.config)
-        return getattr(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(config), "config_class", config) is not config
+        return (
+            getattr(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None), "config_class", config) is not config
+        )
 
 
 def with_ties(config: Any, text: Any) -> Any:

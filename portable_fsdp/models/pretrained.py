@@ -307,10 +307,10 @@ class ConvertedTensors:
         self.unexpected: list[str] = []
         self._sort(file.shapes)
         self._theirs = {name: published.name(name) if published else name for name in model.state_dict()}
-        self.keys, self.shapes, self.joined = (
-            {ours: by_name[theirs] for ours, theirs in self._theirs.items() if theirs in by_name}
-            for by_name in (self.keys, self.shapes, self.joined)
-        )
+        names = self._theirs.items()
+        self.keys = {ours: self.keys[theirs] for ours, theirs in names if theirs in self.keys}
+        self.shapes = {ours: self.shapes[theirs] for ours, theirs in names if theirs in self.shapes}
+        self.joined = {ours: self.joined[theirs] for ours, theirs in names if theirs in self.joined}
 
     def read(self, name: str, slices: TensorSlices) -> Tensor:
         group = self.joined.get(name)
