@@ -140,13 +140,21 @@ def _tokens_that_fit(tokens: int, prompt: int, positions: int | None) -> int:
 
 def _opened(folder: Path, file: dict[str, str]) -> tuple[Any, Any]:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer
+    from transformers.models.auto import modeling_auto
 
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, **file}
     try:
         with panic_as_error(str(folder)):
             tokenizer = AutoTokenizer.from_pretrained(folder, **local)
-        return tokenizer, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **local)
+        config: Any = AutoConfig.from_pretrained(folder, **local) if (folder / _CONFIG).is_file() and not file else None
+        is_whole = type(config) in modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING  # Mistral 3 opens only so
+        kind = (
+            AutoModelForMultimodalLM
+            if is_whole and type(config) not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+            else AutoModelForCausalLM
+        )
+        return tokenizer, kind.from_pretrained(folder, dtype=torch.float32, **local)
     except DataError:
         raise
     except Exception as error:  # transformers and peft raise exceptions of many classes, all about these files

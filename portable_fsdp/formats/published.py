@@ -11,7 +11,7 @@ from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Model
 from portable_fsdp.formats import base as formats
 from portable_fsdp.models.architecture import text_config
-from portable_fsdp.models.multimodal import Published, published, with_ties
+from portable_fsdp.models.multimodal import Published, open_published
 from portable_fsdp.models.pretrained import ConvertedTensors, open_pretrained
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
@@ -24,11 +24,10 @@ def published_model(model_config: Mapping[str, Any] | None, where: str) -> Publi
     Raises `CheckpointError`.
     """
     config = None if model_config is None else formats.config_object(model_config, where)
-    if config is None or text_config(config) is config:
+    if model_config is None or text_config(config) is config:
         return None
     try:
-        whole = with_ties(config, text_config(config))
-        return published(whole, formats.model_on_meta(model_config or {}, where))
+        return open_published(config, text_config(config)).holding(formats.model_on_meta(model_config, where))
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from None
 

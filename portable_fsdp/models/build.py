@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -38,12 +38,14 @@ from portable_fsdp.models.attention import (
 )
 from portable_fsdp.models.experts import DENSE, choose_experts, register_experts, takes_implementation
 from portable_fsdp.models.loss import DocumentArguments, LogitSteps, Loss, attach_loss, trace_logits
-from portable_fsdp.models.multimodal import Published, published, with_ties
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, is_decoder_only
 from portable_fsdp.models.weights import DTYPES, BuiltModel, RandomWeights, TensorFile, fill_buffers, size_of
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import call_factory
 from portable_fsdp.runtime.hub import before_transformers
+
+if TYPE_CHECKING:  # a run of a text model doesn't load it
+    from portable_fsdp.models.multimodal import Published
 
 log = logging.getLogger("portable_fsdp")
 
@@ -119,7 +121,8 @@ def build_model(
     opened = _open_model(asked)
     bare = opened.made.model
     drawn = RandomWeights(opened.made.twin, seed, asked.master)
-    built = BuiltModel(bare, drawn, opened.config, size_of(bare), published=opened.whole)
+    of_files = opened.published.config if opened.published is not None else None
+    built = BuiltModel(bare, drawn, opened.config, size_of(bare), published=of_files)
     for run_pass in PASSES:
         built = run_pass(built, opened)
     return replace(built, size=size_of(built.model))
@@ -151,8 +154,7 @@ class _Opened:
     asked: _Asked
     made: _Made
     config: dict[str, Any]  # as given, in JSON
-    whole: dict[str, Any] | None  # likewise of the published multimodal model whose text this is
-    published: Published | None  # that model, for its files
+    published: "Published | None"  # the multimodal model whose text this is, if files have it
     file: TensorFile | None
     rows_before: int | None  # of a vocabulary that grew
     rates: dict[str, float]  # of dropout
@@ -175,16 +177,19 @@ def _open_model(asked: _Asked) -> _Opened:
             )
     text = text_config(config, asked.task.name)
     rows_before = None if file is None else _grow(text, asked, file)
-    whole = None if text is config else with_ties(config, text)
-    if whole is not None:
-        log.info("model: the text of %s trains; its other parts are left out", type(whole).__name__)
+    whole = None
+    if text is not config:
+        from portable_fsdp.models.multimodal import open_published
+
+        whole = open_published(config, text)
+        log.info("model: the text of %s trains; its other parts are left out", type(whole.model).__name__)
     _check_config(text, asked)
-    as_given, of_whole = config_to_json(text), None if whole is None or file is None else config_to_json(config)
+    as_given = config_to_json(text)
     _switch_off(text)
     rates = set_dropout(text, model.resolved_dropout)
     made = _with_attention(text, asked)
-    found = None if of_whole is None else published(whole, made.twin)
-    return _Opened(asked, made, as_given, of_whole, found, file, rows_before, rates, _documents(made, asked))
+    whole = None if whole is None or file is None else whole.holding(made.twin)
+    return _Opened(asked, made, as_given, whole, file, rows_before, rates, _documents(made, asked))
 
 
 def _with_attention(config: Any, asked: _Asked) -> _Made:

@@ -11,19 +11,40 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from portable_fsdp.models.architecture import last_line
+from portable_fsdp.models.architecture import config_to_json, last_line
 from portable_fsdp.runtime.errors import ConfigError
 
 
 class Published(NamedTuple):
-    """A multimodal model as published, on meta. `parts`: prefix of FQNs in the text model -> prefix in this model."""
+    """A multimodal model as published, on meta, and its transformers config as JSON.
+
+    `parts`: prefix of FQNs in the text model -> prefix in this model.
+    """
 
     model: Any
+    config: dict[str, Any]
     parts: Mapping[str, str]
 
     def name(self, fqn: str) -> str:
         """Return the FQN in the published model, of a weight or module of the text model."""
         return next((there + fqn.removeprefix(here) for here, there in self.parts.items() if fqn.startswith(here)), fqn)
+
+    def holding(self, text: Any) -> "Published":
+        """Find the model `text` (on meta) inside, by class, names and shapes. Raises ConfigError if it isn't there."""
+        parts = {"": _inside(self.model, text)}
+        if not parts[""]:  # the head is outside
+            head, top = (
+                {part: f"{name}." for name, part in each.named_modules()}.get(each.get_output_embeddings(), "")
+                for each in (text, self.model)
+            )
+            parts = {f"{text.base_model_prefix}.": _inside(self.model, text.base_model), head: top}
+        found, shapes = self._replace(parts=parts), _shapes(self.model)
+        if not all(parts.values()) or any(shapes.get(found.name(key)) != shape for key, shape in _shapes(text).items()):
+            raise ConfigError(
+                f"model: {type(self.model).__name__} doesn't hold a {type(text).__name__}, which its config names as "
+                "its text.\n  Save its text with transformers (save_pretrained), and name that folder."
+            )
+        return found
 
     @property
     def opens_as_text(self) -> bool:
@@ -36,8 +57,8 @@ class Published(NamedTuple):
         )
 
 
-def with_ties(config: Any, text: Any) -> Any:
-    """Return the published model of `config` on meta, and let `text`, its part, tie the head as that model does.
+def open_published(config: Any, text: Any) -> Published:
+    """Build the published model of `config`, and let `text`, its part, tie the head as that model does.
 
     Raises ConfigError if transformers can't build it.
     """
@@ -51,28 +72,7 @@ def with_ties(config: Any, text: Any) -> Any:
         raise ConfigError(f"model: {kind.__name__}: transformers can't build it: {last_line(error)}") from error
     head = model.get_output_embeddings()
     text.tie_word_embeddings = head is not None and head.weight is model.get_input_embeddings().weight
-    return model
-
-
-def published(model: Any, text: Any) -> Published:
-    """Find the model `text` inside the published `model`, by class, names and shapes (both on meta).
-
-    Raises ConfigError if it isn't there.
-    """
-    parts = {"": _inside(model, text)}
-    if not parts[""]:  # the model has a head of its own
-        head, top = (
-            {m: f"{name}." for name, m in each.named_modules()}.get(each.get_output_embeddings(), "")
-            for each in (text, model)
-        )
-        parts = {f"{text.base_model_prefix}.": _inside(model, text.base_model), head: top}
-    found, shapes = Published(model, parts), _shapes(model)
-    if not all(parts.values()) or any(shapes.get(found.name(fqn)) != shape for fqn, shape in _shapes(text).items()):
-        raise ConfigError(
-            f"model: {type(model).__name__} doesn't hold a {type(text).__name__}, which its config names as its text.\n"
-            "  Save its text with transformers (save_pretrained), and name that folder."
-        )
-    return found
+    return Published(model, config_to_json(config), {})
 
 
 def _inside(model: nn.Module, text: nn.Module) -> str:
