@@ -181,7 +181,7 @@ def _open_model(asked: _Asked) -> _Opened:
     if text is not config:
         from portable_fsdp.models.multimodal import open_published
 
-        whole = open_published(config, text)
+        whole = open_published(config, text, file)
         log.info("model: the text of %s trains; its other parts are left out", type(whole.model).__name__)
     _check_config(text, asked)
     as_given = config_to_json(text)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import is_inside, matches, matching, yaml_value
 from portable_fsdp.models.expert_adapters import EXPERTS, add_to_experts, last_two, names_weight, stacked_weights
-from portable_fsdp.models.multimodal import Published
 from portable_fsdp.models.pretrained import PretrainedWeights, stored_tensors, vocabulary_tables
 from portable_fsdp.models.tensor_files import open_safetensors
 from portable_fsdp.models.weights import (
@@ -46,6 +45,9 @@ from portable_fsdp.quantised import holds_inputs_first
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.files import parse_json, read_inside
 from portable_fsdp.runtime.hub import local_folder
+
+if TYPE_CHECKING:
+    from portable_fsdp.models.multimodal import Published
 
 log = logging.getLogger("portable_fsdp")
 
@@ -390,7 +392,7 @@ def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
 # ------------------------------------------------------------------------------------------------ adapters of a folder
 
 
-def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill, found: Published | None = None) -> WeightFill:
+def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill, found: "Published | None" = None) -> WeightFill:
     """Return the `fill` of a model with adapters, on meta, that reads the folder's adapters in the model's dtypes.
 
     Reads only the requested slices. `found`: the multimodal model whose text this is. Raises ConfigError for a missing

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from portable_fsdp.models.architecture import config_to_json, last_line
+from portable_fsdp.models.pretrained import ConvertedTensors
+from portable_fsdp.models.weights import TensorFile, names_of_weights
 from portable_fsdp.runtime.errors import ConfigError
 
 
@@ -57,10 +59,11 @@ class Published(NamedTuple):
         )
 
 
-def open_published(config: Any, text: Any) -> Published:
-    """Build the published model of `config`, and let `text`, its part, tie the head as that model does.
+def open_published(config: Any, text: Any, file: TensorFile | None = None) -> Published:
+    """Build the published model of `config`, and let both it and `text`, its part, tie the head as that model does.
 
-    Raises ConfigError if transformers can't build it.
+    As in transformers, different tensors in the `file` untie it (Mistral Small 3.1). Raises ConfigError if transformers
+    can't build the model.
     """
     from transformers.models.auto import modeling_auto
 
@@ -71,7 +74,13 @@ def open_published(config: Any, text: Any) -> Published:
     except Exception as error:  # a tower that needs another package, sizes that don't fit
         raise ConfigError(f"model: {kind.__name__}: transformers can't build it: {last_line(error)}") from error
     head = model.get_output_embeddings()
-    text.tie_word_embeddings = head is not None and head.weight is model.get_input_embeddings().weight
+    embedding = model.get_input_embeddings().weight
+    is_tied = getattr(head, "weight", None) is embedding
+    if is_tied and file is not None:
+        tensors = ConvertedTensors(file, model)
+        held = [name for name in names_of_weights(model)[embedding] if name in tensors.shapes]
+        is_tied = not held or tensors.first_unequal(held) is None
+    text.tie_word_embeddings = config.tie_word_embeddings = is_tied
     return Published(model, config_to_json(config), {})
 
 

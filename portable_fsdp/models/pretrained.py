@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import xxhash
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matches
 from portable_fsdp.models.architecture import last_line, log_unknown_keys, models_of, trains
-from portable_fsdp.models.multimodal import Published
 from portable_fsdp.models.tensor_files import GgufFile, SafetensorsFolder
 from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, names_of_weights
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.hub import MODEL_FILES, local_folder
+
+if TYPE_CHECKING:
+    from portable_fsdp.models.multimodal import Published
 
 log = logging.getLogger("portable_fsdp")
 
@@ -116,7 +118,7 @@ class PretrainedWeights:
         *,
         allow: Sequence[str],
         rows_before: int | None,
-        published: Published | None = None,
+        published: "Published | None" = None,
     ) -> None:
         self._file, self._drawn, self.published = file, drawn, published
         self._tensors = ConvertedTensors(file, twin, published)
@@ -201,13 +203,11 @@ class PretrainedWeights:
 
     def _check_ties(self, first: str, names: Sequence[str]) -> None:
         """Raise ConfigError if a tied weight that the folder holds under several names differs between them."""
-        for other in names[1:]:
-            for part in _parts(self._tensors.shapes[first]):
-                if not torch.equal(self._tensors.read(names[0], part), self._tensors.read(other, part)):
-                    raise ConfigError(
-                        f"model.pretrained: {self._file.where}: the tied weights {names[0]} and {other} differ.\n"
-                        "  If it was trained untied, set tie_word_embeddings=false in its config.json."
-                    )
+        if (other := self._tensors.first_unequal(names)) is not None:
+            raise ConfigError(
+                f"model.pretrained: {self._file.where}: the tied weights {names[0]} and {other} differ.\n"
+                "  If it was trained untied, set tie_word_embeddings=false in its config.json."
+            )
 
 
 def _parts(shape: tuple[int, ...]) -> Iterator[TensorSlices]:
@@ -298,7 +298,7 @@ class ConvertedTensors:
     names of tensors made from several keys, and how. Files of a `published` multimodal model have tensors of other
     parts too: they aren't listed."""
 
-    def __init__(self, file: TensorFile, model: Any, published: Published | None = None) -> None:
+    def __init__(self, file: TensorFile, model: Any, published: "Published | None" = None) -> None:
         self._file, self._model = file, published.model if published else model
         self.joined: dict[str, _Group] = {}
         self._last: tuple[_Group, dict[str, Tensor]] | None = None
@@ -320,6 +320,14 @@ class ConvertedTensors:
             self._last = None  # dropped first, so that two are never in memory
             self._last = (group, self._make(group, lambda key: self._file.read(key, ())))
         return self._last[1][self._theirs[name]][slices].clone()
+
+    def first_unequal(self, names: Sequence[str]) -> str | None:
+        """Return the first name whose tensor isn't that of the first name; None: all are equal."""
+        for other in names[1:]:
+            for part in _parts(self.shapes[names[0]]):
+                if not torch.equal(self.read(names[0], part), self.read(other, part)):
+                    return other
+        return None
 
     def _sort(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -41,10 +41,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"text_config": _TEXT | _LINEAR | _EXPERTS, "vision_config": _QWEN},
     "mistral3": {"text_config": _TEXT | {"model_type": "mistral"}, "vision_config": _IMAGES},
     "gemma4": {"text_config": _TEXT | _WINDOWS | _SMALL, "vision_config": _TOWER, "audio_config": None},
-    "llava": {"text_config": _TEXT | {"model_type": "llama"}, "vision_config": _IMAGES},
+    "llava": {"text_config": _TEXT | {"model_type": "llama"}, "vision_config": _IMAGES, **_TIED},
 }
-"""transformers opens the whole; the text; experts, which it joins; ties that only the whole's config has, and no causal
-class of the whole; layers of several widths; a head of its own."""
+"""transformers opens the whole; the text; experts, which it joins; no causal class of the whole, and a config that ties
+what its files don't (Mistral Small 3.1); layers of several widths; ties that only the whole's config has."""
 
 families = pytest.mark.parametrize(
     "family", [name if name == "gemma3" else pytest.param(name, marks=pytest.mark.proof) for name in FAMILIES]
@@ -60,11 +60,17 @@ IDS = torch.arange(48).view(2, 24)
 def published(folder: Path, family: str) -> Any:
     """A multimodal model of random weights, and its folder with the names of the hub."""
     torch.manual_seed(0)
-    model: Any = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    if family == "mistral3":
+        config.tie_word_embeddings = False
+    model: Any = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
+    if family == "mistral3":
+        config.tie_word_embeddings = True
+        config.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text("{}")
     return model.eval()
 
