@@ -6,11 +6,12 @@ are in `rules.py`.
 
 import re
 from collections.abc import Callable, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, cast
 
 from portable_fsdp.convert.facts import ForeignFacts, KeyEntry
 from portable_fsdp.convert.table import AXOLOTL, NO, TRL, Raw, in_words
+from portable_fsdp.runtime.files import parse_json
 
 _SOURCES = {"json": "jsonl", "jsonl": "jsonl", "parquet": "parquet", "text": "text", "txt": "text"}
 _KNOWN = {
@@ -327,24 +328,47 @@ def _floor(facts: ForeignFacts) -> None:
         facts.options["optim.warmup_steps"] = warmup._replace(option="optim.warmup_steps", value=100)
 
 
-_ZERO = {"zero1": "SHARD_GRAD_OP", "zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD"}
+_ZERO = {0: "NO_SHARD", 1: "SHARD_GRAD_OP", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
+_ZERO_UNREAD = {
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("wall_clock_breakdown", "steps_per_print", "compile", "bf16", "prescale_gradients", "communication_data_type"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization", "fp16"),
+}
+"""Keys of DeepSpeed's JSON that the recipe says too, that only affect speed, or that are read here."""
 
 
 def _deepspeed(facts: ForeignFacts) -> None:
-    """axolotl names DeepSpeed's settings by files that it ships (deepspeed_configs/)."""
+    """Set the strategy by DeepSpeed's JSON: the file itself, or by its name one that axolotl ships
+    (deepspeed_configs/)."""
     key = facts.keys.get("~deepspeed")
     if key is None:
         return
-    match = re.fullmatch(
-        r"(zero[123])(_bf16|_torch_compile)?(_cpuoffload_all|_cpuoffload_params)?", PurePath(str(key.value)).stem
-    )
-    if match is None:
-        text = "expected one of axolotl's own, zero1.json to zero3_bf16_cpuoffload_all.json.\n  Set sharding.strategy."
-        facts.result.add_problem(key, text)
+    file = Path(str(key.value))
+    shipped = re.fullmatch(r"zero([123])(_bf16|_torch_compile)?(_cpuoffload_all|_cpuoffload_params)?", file.stem)
+    if file.is_file():
+        try:
+            content: Any = parse_json(file.read_bytes())
+            zero = content.get("zero_optimization", {})
+            stage, others = zero.get("stage", 0), sorted(content.keys() - _ZERO_UNREAD)
+            places = {(zero.get(f"offload_{part}") or {}).get("device", "none") for part in ("optimizer", "param")}
+            others += ["fp16"] * ((content.get("fp16") or {}).get("enabled") is True)
+        except (OSError, ValueError, AttributeError) as error:
+            facts.result.add_problem(key, f"{file}: not a JSON object of DeepSpeed: {error}.\n  Set sharding.strategy.")
+            return
+        if others or stage not in _ZERO or places - {"none", "cpu"}:
+            what = ", ".join(others) or f"stage {stage}, offload to {', '.join(sorted(places))}"
+            facts.result.add_problem(key, f"{file}: {what} is not read.\n  Take it out, or set sharding.strategy.")
+            return
+        offloads = "cpu" in places
+    elif shipped is not None:
+        stage, offloads = int(shipped[1]), bool(shipped[3])
+    else:
+        text = "no such file, nor one of axolotl's own (zero1.json to zero3_bf16_cpuoffload_all.json)."
+        facts.result.add_problem(key, f"{text}\n  Name it from the working directory, or set sharding.strategy.")
         return
-    facts.set("sharding.strategy", _ZERO[match[1]], key, "the same losses")
-    if match[3]:
-        facts.set("memory.cpu_offload", True, key)
+    facts.set("sharding.strategy", _ZERO[stage], key, "the same losses")
+    if offloads:
+        facts.set("memory.cpu_offload", True, key, "parameters and optimizer state together")
 
 
 def _tracker(facts: ForeignFacts) -> None:

@@ -218,7 +218,11 @@ def _adapters(facts: ForeignFacts) -> None:
         values["targets"] = ["all-linear", *cast(list[str], values.get("targets", []))]
     if parameters := facts.value("~lora.parameters"):
         values["targets"] = [*cast(list[str], values.get("targets", [])), *parameters]
-    facts.set("model.lora", values, next(iter(settings.values()), switch) or facts.keys["~lora"])
+    remark = ""
+    if any(key.key in _IMPLY_ADAPTERS for key in settings.values()) and not {"r", "alpha"} <= values.keys():
+        values = {"r": 8, "alpha": 2.0 * cast(int, values.get("r", 8)), **values}
+        remark = "LLaMA-Factory's defaults: rank 8, alpha twice the rank"
+    facts.set("model.lora", values, next(iter(settings.values()), switch) or facts.keys["~lora"], remark)
     ratio, lr = facts.keys.get("~loraplus"), facts.given.get("optim.lr", facts.value("optim.lr"))
     if ratio is not None and isinstance(lr, int | float):
         facts.set("optim.groups", [{"match": "*.lora_B.*", "lr": cast(float, ratio.value) * lr}], ratio)

@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another DeepSpeed file": (
         AXOLOTL | ALPACA | {"deepspeed": "mine.json"},
-        "expected one of axolotl's own, zero1.json",
+        "no such file, nor one of axolotl's own (zero1.json",
     ),
     "TRL without a form": (TRL, "dataset_name: TRL sees from the first row whether rows are texts"),
     "TRL without targets": (
@@ -272,6 +272,41 @@ def test_without_devices_the_batch_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Pass --num_devices=N, or set train\.global_batch"):
         read_config(path)
     assert read_config(path, ["train.global_batch=16"]).config.train.micro_batch == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, ("SHARD_GRAD_OP", False)),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, ("FULL_SHARD", True)),
+        ({"gradient_clipping": "auto"}, ("NO_SHARD", False)),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload to none, nvme is not read"),
+        ({"fp16": {"enabled": True}}, "fp16 is not read"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer is not read"),
+        ([], "not a JSON object of DeepSpeed"),
+    ],
+)
+def test_a_file_of_deepspeed_is_read_whatever_its_name(tmp_path: Path, content: Any, expected: Any) -> None:
+    own = tmp_path / "zero1.json"  # a name that axolotl ships with another stage
+    own.write_text(json.dumps(content))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(AXOLOTL | ALPACA | {"deepspeed": str(own)}))
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            read_config(path, devices=4)
+    else:
+        config = read_config(path, devices=4).config
+        assert (config.sharding.strategy, config.memory.cpu_offload) == expected
+
+
+def test_llama_factorys_adapters_have_its_rank_and_twice_as_much_alpha(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.yaml"
+    words = ["train.steps=1", "model.pretrained=m", "data.source=python_docs"]
+    for given, expected in (({"lora_rank": 4}, (4, 8)), ({"lora_target": "all"}, (8, 16))):
+        path.write_text(yaml.safe_dump({"learning_rate": 1e-4, "per_device_train_batch_size": 1, **given}))
+        lora = read_config(path, words, devices=1).config.model.lora
+        assert lora is not None
+        assert (lora.r, lora.alpha, lora.dropout) == (*expected, 0)
 
 
 WHOLE_RUN = """
