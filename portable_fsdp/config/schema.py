@@ -151,6 +151,8 @@ class Model(Section):
     stay; DeepSeek-V3: 0.001"""
     freeze: tuple[str, ...] = Field(default=(), strict=False)
     """name patterns of frozen parameters or modules: no gradient, no optimizer state; `*` matches any text"""
+    train_only: tuple[str, ...] = Field(default=(), strict=False)
+    """name patterns of the parameters or modules that train; all others are frozen, as by model.freeze"""
     lora: Lora | None = None
     """train only low-rank adapters (LoRA); `{}`: with default settings; null: no adapters"""
 
@@ -170,6 +172,11 @@ class Model(Section):
             if self.pretrained is None and getattr(self, key):
                 raise ValueError(f"model.{key} needs model.pretrained")
         return self
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some weights don't train."""
+        return bool(self.freeze or self.train_only or self.lora is not None)
 
     @property
     def resolved_dropout(self) -> float | Literal["published"]:

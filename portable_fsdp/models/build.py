@@ -123,7 +123,7 @@ def _of_factory(asked: _Asked) -> BuiltModel:
     make = partial(call_factory, "model.factory", str(model.factory))
     module, fill = open_factory(f"model.factory: {model.factory}", make, asked.seed, asked.master)
     built = BuiltModel(module, fill, {}, plain_size(module))
-    built = with_frozen(built, model.freeze, DTYPES.get(asked.precision.frozen))
+    built = with_frozen(built, model, DTYPES.get(asked.precision.frozen))
     return replace(built, size=plain_size(module))
 
 
@@ -246,7 +246,7 @@ def _adapters(built: BuiltModel, opened: _Opened) -> BuiltModel:
 
 
 def _frozen(built: BuiltModel, opened: _Opened) -> BuiltModel:
-    return with_frozen(built, opened.asked.model.freeze, DTYPES.get(opened.asked.precision.frozen))
+    return with_frozen(built, opened.asked.model, DTYPES.get(opened.asked.precision.frozen))
 
 
 def _base(built: BuiltModel, opened: _Opened) -> BuiltModel:
@@ -285,17 +285,19 @@ def _values(built: BuiltModel, opened: _Opened) -> BuiltModel:
     return built
 
 
-def with_frozen(built: BuiltModel, patterns: tuple[str, ...], dtype: torch.dtype | None) -> BuiltModel:
-    """Freeze the weights that `patterns` match, tied ones under any of their FQNs, and keep them in `dtype`."""
+def with_frozen(built: BuiltModel, model: schema.Model, dtype: torch.dtype | None) -> BuiltModel:
+    """Freeze the weights that `model.freeze` matches, or those that `model.train_only` doesn't, and keep them in
+    `dtype`. A tied weight matches under any of its FQNs."""
     parameters = dict(built.model.named_parameters(remove_duplicate=False))
-    for pattern in patterns:
-        for name in matching("model.freeze", pattern, parameters):
-            parameters[name].requires_grad_(False)
+    key, patterns = ("model.train_only", model.train_only) if model.train_only else ("model.freeze", model.freeze)
+    matched = {id(parameters[name]) for pattern in patterns for name in matching(key, pattern, parameters)}
+    for parameter in parameters.values():
+        if (id(parameter) in matched) != bool(model.train_only):
+            parameter.requires_grad_(False)
     frozen = {fqn: parameter for fqn, parameter in parameters.items() if not parameter.requires_grad}
     if len(frozen) == len(parameters):
         raise ConfigError(
-            f"model.freeze: {list(patterns)} freeze all {len(parameters)} parameters, but one must train.\n"
-            "  Name fewer of them."
+            f"{key}: {list(patterns)} freeze all {len(parameters)} parameters, but one must train.\n  Name others."
         )
     if dtype is None:
         return built

@@ -30,6 +30,7 @@ OF_THE_LOOP = (
     "model.pretrained",
     "model.router_bias_rate",
     "model.freeze",
+    "model.train_only",
     "model.lora",
     "model.dropout",
     "model.attention",
@@ -93,6 +94,8 @@ def _model(case: Case) -> nn.Module:
             fqn = _ours(name, built.model)
             parameter.copy_(built.fill(fqn, tuple(slice(0, size) for size in parameter.shape)))
             if any(matches(pattern, fqn) for pattern in section.freeze):
+                parameter.requires_grad_(False)
+            if section.train_only and not any(matches(pattern, fqn) for pattern in section.train_only):
                 parameter.requires_grad_(False)
     return model.train()
 

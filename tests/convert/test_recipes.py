@@ -59,6 +59,12 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             **{"checkpoint.every": "25%", "data.packing": "documents"},
         },
     ),
+    "what trains": (
+        AXOLOTL
+        | ALPACA
+        | {"unfrozen_parameters": ["^lm_head.weight$", "model.layers.2.*", "model.layers.[0-9]5.", "^model.norm"]},
+        {"model.train_only": ("lm_head.weight", "model.layers.2*", "model.layers.[0-9]5.*", "model.norm*")},
+    ),
     "no rows held out": (AXOLOTL | ALPACA | {"val_set_size": 0, "evals_per_epoch": 4}, {"train.eval_every": None}),
     "alpaca as a chat": (
         AXOLOTL
@@ -231,6 +237,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an expression": (
         AXOLOTL | ALPACA | LORA | {"lora_target_modules": r"model.layers.[\d]+.(mlp|self_attn).(up|q)_proj"},
         "lora_target_modules: a regular expression over full names",
+    ),
+    "an expression of what trains": (
+        AXOLOTL | ALPACA | {"unfrozen_parameters": ["lm_head", "model.layers.4[4-9]+.mlp"]},
+        "unfrozen_parameters: model.layers.4[4-9]+.mlp: a regular expression that no pattern says",
+    ),
+    "rows that train": (
+        AXOLOTL | ALPACA | {"unfrozen_parameters": ["^model.embed_tokens.weight$[:32000]"]},
+        "unfrozen_parameters: ^model.embed_tokens.weight$[:32000]: a range of rows",
+    ),
+    "frozen adapters": (
+        AXOLOTL | ALPACA | LORA | {"unfrozen_parameters": ["^lm_head.*"]},
+        "unfrozen_parameters: with adapters axolotl freezes the adapters too",
     ),
     "4 bits of torchao": (
         AXOLOTL | ALPACA | {"optimizer": "adamw_torch_4bit"},
