@@ -49,15 +49,15 @@ class _Asked:
     seed: int
     seq_len: int
     vocabulary: int
-    eager: bool
-    loss: Loss | None
-    keeps_ids: Callable[[], bool]
-    packs_documents: bool
-    context: int
-    task: Task
-    seq_len_key: str
-    compiler: str | None
-    blocks: bool
+    eager: bool = True
+    loss: Loss | None = None
+    keeps_ids: Callable[[], bool] = lambda: False
+    packs_documents: bool = False
+    context: int = 1
+    task: Task = CAUSAL_LM
+    seq_len_key: str = "data.seq_len"
+    compiler: str | None = None
+    blocks: bool = False
 
     @property
     def master(self) -> torch.dtype:
@@ -168,6 +168,9 @@ def _open_model(asked: _Asked) -> _Opened:
     _switch_off(config)
     rates = set_dropout(config, model.resolved_dropout)
     made = _with_attention(config, asked)
+    if made.problem:
+        name = type(made.model).__name__
+        log.warning("model: %s takes its own attention (eager), not the static one: %s", name, made.problem)
     return _Opened(asked, made, as_given, file, rows_before, rates, _documents(made, asked))
 
 
@@ -199,11 +202,35 @@ def _documents(made: _Made, asked: _Asked) -> DocumentArguments | None:
 
     windows = windows_of(made.twin, asked.seq_len) if attention == FLEX else ()
     if asked.packs_documents:
-        from portable_fsdp.models.trials import require_documents_apart
+        from portable_fsdp.models.trials import find_crossing
 
-        require_documents_apart(made.model, made.make, eager=asked.eager)
+        if problem := find_crossing(made.model, made.make, eager=asked.eager):
+            raise ConfigError(
+                f"data.packing=documents: {problem}.\n  Set data.packing=none (one document per row, padded)."
+            )
     kinds = {"eager": asked.eager, "packs": asked.packs_documents, "splits_rows": asked.context > 1}
     return document_arguments(attention, DTYPES[asked.precision.compute], **kinds, windows=windows)
+
+
+def documents_problem(model: schema.Model, seq_len: int) -> str:
+    """Say how a causal model of transformers lets documents of one row affect each other; empty if it doesn't.
+
+    Reads only the model's config, and says the same on every engine. Raises ConfigError if no such model can be built.
+    """
+    before_transformers()
+    if model.pretrained is None:
+        drops = model.resolved_dropout != 0
+        config = read_architecture(model.architecture or {}, drops=drops, logs=False)
+    else:
+        from portable_fsdp.models.pretrained import open_config
+
+        config = open_config(model)
+    _switch_off(config)
+    set_dropout(config, model.resolved_dropout)
+    made = _with_attention(config, _Asked(model, schema.Precision(), seed=0, seq_len=seq_len, vocabulary=0))
+    from portable_fsdp.models.trials import find_crossing
+
+    return find_crossing(made.model, made.make, eager=True)
 
 
 # ------------------------------------------------------------------------------------------------------- the passes
@@ -422,7 +449,6 @@ def _make_with(attention: str, config: Any, asked: _Asked) -> _Made:
         raise ConfigError(
             f"model.attention={attention}: it isn't that of {name}: {problem}.\n  Set model.attention=auto."
         )
-    log.warning("model: %s takes its own attention (eager), not the static one: %s", name, problem)
     return own._replace(problem=problem)
 
 
