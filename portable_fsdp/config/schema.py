@@ -6,8 +6,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Lt
-from pydantic import Field, field_validator, model_validator
+from annotated_types import Ge, Gt, Lt, MinLen
+from pydantic import Field, Strict, field_validator, model_validator
 
 from portable_fsdp.config.data import PERCENT, Data, Section
 from portable_fsdp.runtime.errors import ConfigError
@@ -109,8 +109,9 @@ class Lora(Section):
     """alpha of some layers, named as in rank_pattern"""
     train_whole: tuple[str, ...] = Field(default=(), strict=False)
     """modules whose own weights train (embed_tokens, lm_head): name patterns or last parts of names"""
-    targets: tuple[str, ...] = Field(default=("all-linear",), min_length=1, strict=False)
-    """linear layers, or weights of experts, by name patterns or last parts of names; all-linear: all but the head"""
+    targets: Annotated[tuple[str, ...], MinLen(1), Strict(False)] | str = ("all-linear",)
+    """linear layers, or weights of experts, by name patterns or last parts of names; all-linear: all but the head; a
+    text instead of a list: one regular expression of whole names of linear layers, as in peft"""
     start_from: str | None = None
     """local folder or hub id of peft adapters to start from, with the same settings but dropout; null: new adapters"""
 

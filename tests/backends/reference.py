@@ -82,8 +82,10 @@ def _model(case: Case) -> nn.Module:
             alpha_pattern=dict(lora.alpha_pattern),
             target_modules="all-linear"
             if lora.targets == ("all-linear",)
+            else lora.targets
+            if isinstance(lora.targets, str)
             else [n for n in lora.targets if "." not in n],
-            target_parameters=[name for name in lora.targets if "." in name] or None,
+            target_parameters=None if isinstance(lora.targets, str) else [n for n in lora.targets if "." in n] or None,
             modules_to_save=[*lora.train_whole] or None,
             ensure_weight_tying=config.tie_word_embeddings and bool(lora.train_whole),
             fan_in_fan_out=config.model_type == "gpt2",
