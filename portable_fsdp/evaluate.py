@@ -163,7 +163,7 @@ def _result(config: "Config", engine: "Backend", checkpoint: Path | None, is_val
     configure_log(engine.process.index)
     logging.getLogger("portable_fsdp").setLevel(logging.WARNING)
     check_with_engine(config, engine, writes=False)
-    corpus = open_data(config, engine)
+    config, corpus = open_data(config, engine)
     rows = corpus.eval_rows if is_validation and corpus.eval_rows is not None else corpus.rows
     training = build_training(config, engine, corpus.tokenizer, rows=rows)
     if checkpoint is not None:

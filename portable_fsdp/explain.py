@@ -124,15 +124,23 @@ def _explain(options: argparse.Namespace) -> str:
 def _rows(options: argparse.Namespace) -> str:
     """The first rows of the run that --config describes. Reads and tokenizes its data, as a run does."""
     from portable_fsdp.data.build import CONTEXT, COUNTS, build_data, rows_in_text
+    from portable_fsdp.data.document_rows import padding_in_words
+    from portable_fsdp.train.preflight import fit_packing
 
     if options.config is None or options.json or options.strict or options.write:
         raise ConfigError("--rows: needs --config, and no --json, --strict or --write.")
     configure_log(0)  # the log names columns that are left out
     devices = number_of("num_devices", options.num_devices) or 1  # rows don't depend on them
     config = read_config(options.config, options.words, options.imports, os.environ, devices=devices).config
+    config, problem = fit_packing(config)
     corpus = build_data(config.data, config.model)
+    remark = (
+        [f"{problem}. Each row holds one document: {padding_in_words(corpus.rows, config.run.seed)}."]
+        if problem
+        else []
+    )
     legend = f"Tokens that count in the loss follow `{COUNTS}`, all others `{CONTEXT}`."
-    return "\n".join([legend, *rows_in_text(corpus, config.run.seed, options.rows)])
+    return "\n".join([*remark, legend, *rows_in_text(corpus, config.run.seed, options.rows)])
 
 
 def _answers(options: tuple[str, ...], deployments: Sequence[Deployment], loaded: Loaded | None) -> Answers:

@@ -237,8 +237,13 @@ RULES = (
     Rule("model.attention for a model with its own attention (ALiBi)", "it can't be replaced; auto keeps it"),
     Rule("model.experts other than auto for a dense model", "there are no experts"),
     Rule(
-        "model.freeze with a pattern that matches nothing, or patterns that match everything",
-        "some weights must be frozen, and some must train",
+        "model.freeze or model.train_only with a pattern that matches nothing, or if no weight is left to train",
+        "some weights must match, and some must train",
+    ),
+    *refused(
+        "model.train_only with model.freeze or model.lora",
+        "each says what trains (adapters: lora.train_whole adds modules)",
+        when=lambda c, p: bool(c.model.freeze) or c.model.lora is not None,
     ),
     Rule("optim.groups with a pattern that matches no trained weight", "each must match one"),
     Rule("sharding.wrap for a model that names no layers (biogpt)", "name them in sharding.wrap_classes"),
@@ -378,8 +383,8 @@ RULES = (
     ),
     *refused(
         "precision.frozen where all weights train",
-        "it applies to weights that model.freeze or model.lora freezes (QLoRA: add model.lora={})",
-        when=lambda c, p: not c.model.freeze and c.model.lora is None,
+        "it applies to weights that model.freeze, train_only or lora freezes (QLoRA: add model.lora={})",
+        when=lambda c, p: not c.model.freezes,
     ),
     *refused(
         "precision.products with quantised weights (precision.frozen)",

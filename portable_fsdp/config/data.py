@@ -155,7 +155,8 @@ class Data(Documents):
     """tokens per row"""
     packing: Literal["auto", "stream", "documents", "none"] = "auto"
     """stream: concatenate documents and cut into rows; documents: several whole documents per row, each attends to
-    itself only; none: one per row, padded; auto: stream for text, else documents"""
+    itself only (one per row if the model mixes them); none: one per row, padded; auto: stream for text, else
+    documents"""
     eval_split: Annotated[str | None, BeforeValidator(_as_share)] = None
     """validation set: a share of the documents (`5%`, 0.05), a file, a glob, or a split of the dataset; null: none"""
     on_error: Literal["stop", "skip"] = "stop"

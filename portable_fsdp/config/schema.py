@@ -6,8 +6,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Lt
-from pydantic import Field, field_validator, model_validator
+from annotated_types import Ge, Gt, Lt, MinLen
+from pydantic import Field, Strict, field_validator, model_validator
 
 from portable_fsdp.config.data import PERCENT, Data, Section
 from portable_fsdp.runtime.errors import ConfigError
@@ -109,8 +109,9 @@ class Lora(Section):
     """alpha of some layers, named as in rank_pattern"""
     train_whole: tuple[str, ...] = Field(default=(), strict=False)
     """modules whose own weights train (embed_tokens, lm_head): name patterns or last parts of names"""
-    targets: tuple[str, ...] = Field(default=("all-linear",), min_length=1, strict=False)
-    """linear layers, or weights of experts, by name patterns or last parts of names; all-linear: all but the head"""
+    targets: Annotated[tuple[str, ...], MinLen(1), Strict(False)] | str = ("all-linear",)
+    """linear layers, or weights of experts, by name patterns or last parts of names; all-linear: all but the head; a
+    text instead of a list: one regular expression of whole names of linear layers, as in peft"""
     start_from: str | None = None
     """local folder or hub id of peft adapters to start from, with the same settings but dropout; null: new adapters"""
 
@@ -151,6 +152,8 @@ class Model(Section):
     stay; DeepSeek-V3: 0.001"""
     freeze: tuple[str, ...] = Field(default=(), strict=False)
     """name patterns of frozen parameters or modules: no gradient, no optimizer state; `*` matches any text"""
+    train_only: tuple[str, ...] = Field(default=(), strict=False)
+    """name patterns of the parameters or modules that train; all others are frozen, as by model.freeze"""
     lora: Lora | None = None
     """train only low-rank adapters (LoRA); `{}`: with default settings; null: no adapters"""
 
@@ -170,6 +173,11 @@ class Model(Section):
             if self.pretrained is None and getattr(self, key):
                 raise ValueError(f"model.{key} needs model.pretrained")
         return self
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some weights don't train."""
+        return bool(self.freeze or self.train_only or self.lora is not None)
 
     @property
     def resolved_dropout(self) -> float | Literal["published"]:

@@ -34,6 +34,7 @@ def combine_recipe(facts: ForeignFacts) -> None:
             _revision,
             _model,
             _targets,
+            _trained,
             _bits,
             _datasets,
             _held_out,
@@ -74,12 +75,50 @@ def _model(facts: ForeignFacts) -> None:
         facts.result.add_problem(config, text)
 
 
+_TEXT_PART = re.compile(r"^(\^?\(?)(?:model\\?\.(?:language_model|text_model)|language_model\\?\.model)(?=\\?\.)")
+
+
+def _of_text(pattern: str) -> str:
+    """Return a pattern of a multimodal model's names as one of its text's, which trains alone: `model.language_model.x`
+    is `model.x`."""
+    return _TEXT_PART.sub(r"\1model", pattern)
+
+
 def _targets(facts: ForeignFacts) -> None:
-    """peft takes one text as a regular expression over full names."""
-    key = facts.keys.get("~lora.targets")
-    if key is not None and isinstance(key.raw, str) and re.search(r"[\\\[(|*+?^$]", key.raw):
-        text = "a regular expression over full names.\n  Name the layers in a list: [q_proj, v_proj]."
-        facts.result.add_problem(key, text)
+    """peft takes one text as a regular expression over full names, but axolotl puts it into a list beside
+    lora_target_linear, where it matches nothing."""
+    key, lora = facts.keys.get("~lora.targets"), facts.options.get("model.lora")
+    if key is None or lora is None or not isinstance(key.raw, str) or not re.search(r"[\\[(|*+?^$]", key.raw):
+        return
+    values = cast(dict[str, Any], lora.value)
+    if facts.value("~lora.parameters"):
+        facts.result.add_problem(key, "a regular expression beside lora_target_parameters.\n  Name layers in a list.")
+    targets = ["all-linear"] if facts.value("~lora.linear") else _of_text(key.raw)
+    facts.options["model.lora"] = lora._replace(value={**values, "targets": targets})
+
+
+_PREFIX = re.compile(r"\^?((?:[\w.-]|\[(?:\w-\w|\w)+\])+?)(?:\.\*|(?<=\.weight)(\$)|(?<=\.bias)(\$))?")
+
+
+def _trained(facts: ForeignFacts) -> None:
+    """axolotl matches its expressions from the start of a name, and takes dots literally (utils/freeze.py)."""
+    key = facts.keys.get("~trains")
+    if key is None or "model.train_only" in facts.overridden:
+        return
+    matches = {text: _PREFIX.fullmatch(_of_text(text)) for text in cast(list[str], key.value)}
+    ranges = [text for text in matches if re.search(r"\[[\d:]*\]$", text)]
+    expressions = [text for text, match in matches.items() if match is None]
+    if facts.value("~lora"):
+        text = "with adapters axolotl freezes the adapters too, whose names begin with base_model.\n  Take it out."
+    elif ranges:
+        text = f"{ranges[0]}: a range of rows doesn't train alone.\n  Name the whole weight."
+    elif expressions:
+        text = f"{expressions[0]}: a regular expression that no pattern says.\n  Set model.train_only: *, ? and [0-9]."
+    else:
+        patterns = [match[1] + ("" if match[2] or match[3] else "*") for match in matches.values() if match]
+        facts.set("model.train_only", patterns, key, "the same names, as patterns")
+        return
+    facts.result.add_problem(key, text)
 
 
 _BNB = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "bfloat16"}

@@ -12,6 +12,8 @@ from portable_fsdp.data.compressed import Remember
 from portable_fsdp.data.packing import IGNORED, Int64s, Rows, hash_of, make_again
 from portable_fsdp.data.tokenize import Tokens
 
+_TRIED = 256  # rows
+
 
 class Pieces(NamedTuple):
     """The contents of rows: documents, or parts of documents longer than a row."""
@@ -68,7 +70,11 @@ class DocumentRows(Rows):
         padding = 1 - int(self._pieces.lengths.sum()) / max(1, total)
         if padding <= 0.5 or not longest:
             return ""
-        several = "" if self._several else ", and data.packing=documents puts several documents in a row"
+        several = (
+            ""
+            if self._several
+            else ", and data.packing=documents puts several documents in a row, if the model keeps them apart"
+        )
         return f"{100 * padding:.0f}% of all tokens are padding: data.seq_len={longest} would do{several}"
 
     def rows(self, indices: Int64s) -> dict[str, Tensor]:
@@ -108,6 +114,13 @@ class DocumentRows(Rows):
         return self._remember(
             f"{cut} {hash_of(*places)}", lambda: hash_of(cut.encode(), self._tokens, *counted, *places)
         )
+
+
+def padding_in_words(rows: Rows, seed: int) -> str:
+    """Say which share of the tokens is padding, in rows of documents; that of a run's first rows, if there are many."""
+    places = rows.order(seed, np.arange(min(len(rows), _TRIED), dtype=np.int64))
+    share = 100 * (rows.rows(places)["segments"] == 0).float().mean().item()
+    return f"{'about ' if len(rows) > _TRIED else ''}{share:.0f}% of all tokens are padding"
 
 
 def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:

@@ -59,15 +59,15 @@ class _Asked:
     seed: int
     seq_len: int
     vocabulary: int
-    eager: bool
-    loss: Loss | None
-    keeps_ids: Callable[[], bool]
-    packs_documents: bool
-    context: int
-    task: Task
-    seq_len_key: str
-    compiler: str | None
-    blocks: bool
+    eager: bool = True
+    loss: Loss | None = None
+    keeps_ids: Callable[[], bool] = lambda: False
+    packs_documents: bool = False
+    context: int = 1
+    task: Task = CAUSAL_LM
+    seq_len_key: str = "data.seq_len"
+    compiler: str | None = None
+    blocks: bool = False
 
     @property
     def master(self) -> torch.dtype:
@@ -135,7 +135,7 @@ def _of_factory(asked: _Asked) -> BuiltModel:
     make = partial(call_factory, "model.factory", str(model.factory))
     module, fill = open_factory(f"model.factory: {model.factory}", make, asked.seed, asked.master)
     built = BuiltModel(module, fill, {}, plain_size(module))
-    built = with_frozen(built, model.freeze, DTYPES.get(asked.precision.frozen))
+    built = with_frozen(built, model, DTYPES.get(asked.precision.frozen))
     return replace(built, size=plain_size(module))
 
 
@@ -188,6 +188,9 @@ def _open_model(asked: _Asked) -> _Opened:
     _switch_off(text)
     rates = set_dropout(text, model.resolved_dropout)
     made = _with_attention(text, asked)
+    if made.problem:
+        name = type(made.model).__name__
+        log.warning("model: %s takes its own attention (eager), not the static one: %s", name, made.problem)
     whole = None if whole is None or file is None else whole.holding(made.twin)
     return _Opened(asked, made, as_given, whole, file, rows_before, rates, _documents(made, asked))
 
@@ -220,11 +223,36 @@ def _documents(made: _Made, asked: _Asked) -> DocumentArguments | None:
 
     windows = windows_of(made.twin, asked.seq_len) if attention == FLEX else ()
     if asked.packs_documents:
-        from portable_fsdp.models.trials import require_documents_apart
+        from portable_fsdp.models.trials import find_crossing
 
-        require_documents_apart(made.model, made.make, eager=asked.eager)
+        if problem := find_crossing(made.model, made.make, eager=asked.eager):
+            raise ConfigError(
+                f"data.packing=documents: {problem}.\n  Set data.packing=none (one document per row, padded)."
+            )
     kinds = {"eager": asked.eager, "packs": asked.packs_documents, "splits_rows": asked.context > 1}
     return document_arguments(attention, DTYPES[asked.precision.compute], **kinds, windows=windows)
+
+
+def documents_problem(model: schema.Model, seq_len: int) -> str:
+    """Say how a causal model of transformers lets documents of one row affect each other; empty if it doesn't.
+
+    Reads only the model's config, and says the same on every engine. Raises ConfigError if no such model can be built.
+    """
+    before_transformers()
+    if model.pretrained is None:
+        drops = model.resolved_dropout != 0
+        config = read_architecture(model.architecture or {}, drops=drops, logs=False)
+    else:
+        from portable_fsdp.models.pretrained import open_config
+
+        config = open_config(model)
+    config = text_config(config)
+    _switch_off(config)
+    set_dropout(config, model.resolved_dropout)
+    made = _with_attention(config, _Asked(model, schema.Precision(), seed=0, seq_len=seq_len, vocabulary=0))
+    from portable_fsdp.models.trials import find_crossing
+
+    return find_crossing(made.model, made.make, eager=True)
 
 
 # ------------------------------------------------------------------------------------------------------- the passes
@@ -267,7 +295,7 @@ def _adapters(built: BuiltModel, opened: _Opened) -> BuiltModel:
 
 
 def _frozen(built: BuiltModel, opened: _Opened) -> BuiltModel:
-    return with_frozen(built, opened.asked.model.freeze, DTYPES.get(opened.asked.precision.frozen))
+    return with_frozen(built, opened.asked.model, DTYPES.get(opened.asked.precision.frozen))
 
 
 def _base(built: BuiltModel, opened: _Opened) -> BuiltModel:
@@ -313,17 +341,19 @@ def _values(built: BuiltModel, opened: _Opened) -> BuiltModel:
     return built
 
 
-def with_frozen(built: BuiltModel, patterns: tuple[str, ...], dtype: torch.dtype | None) -> BuiltModel:
-    """Freeze the weights that `patterns` match, tied ones under any of their FQNs, and keep them in `dtype`."""
+def with_frozen(built: BuiltModel, model: schema.Model, dtype: torch.dtype | None) -> BuiltModel:
+    """Freeze the weights that `model.freeze` matches, or those that `model.train_only` doesn't, and keep them in
+    `dtype`. A tied weight matches under any of its FQNs."""
     parameters = dict(built.model.named_parameters(remove_duplicate=False))
-    for pattern in patterns:
-        for name in matching("model.freeze", pattern, parameters):
-            parameters[name].requires_grad_(False)
+    key, patterns = ("model.train_only", model.train_only) if model.train_only else ("model.freeze", model.freeze)
+    matched = {id(parameters[name]) for pattern in patterns for name in matching(key, pattern, parameters)}
+    for parameter in parameters.values():
+        if (id(parameter) in matched) != bool(model.train_only):
+            parameter.requires_grad_(False)
     frozen = {fqn: parameter for fqn, parameter in parameters.items() if not parameter.requires_grad}
     if len(frozen) == len(parameters):
         raise ConfigError(
-            f"model.freeze: {list(patterns)} freeze all {len(parameters)} parameters, but one must train.\n"
-            "  Name fewer of them."
+            f"{key}: {list(patterns)} freeze all {len(parameters)} parameters, but one must train.\n  Name others."
         )
     if dtype is None:
         return built
@@ -448,7 +478,6 @@ def _make_with(attention: str, config: Any, asked: _Asked) -> _Made:
         raise ConfigError(
             f"model.attention={attention}: it isn't that of {name}: {problem}.\n  Set model.attention=auto."
         )
-    log.warning("model: %s takes its own attention (eager), not the static one: %s", name, problem)
     return own._replace(problem=problem)
 
 

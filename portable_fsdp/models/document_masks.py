@@ -1,6 +1,6 @@
 """Masks of documents that share a row: the arguments that keep them apart in attention, and attention over blocks.
 
-`trials.require_documents_apart` tries that the model applies them.
+`trials.find_crossing` tries that the model applies them.
 """
 
 from collections import defaultdict

@@ -356,12 +356,14 @@ def whole_tensors(model: nn.Module, patterns: Iterable[str]) -> dict[str, Tensor
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if is_inside(name, modules)}
 
 
-def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
-    """FQNs of the layers that get adapters, in the model's order."""
+def _targets(model: Any, patterns: tuple[str, ...] | str) -> list[str]:
+    """FQNs of the layers that get adapters, in the model's order. `patterns`: a text is a regular expression."""
     head = model.get_output_embeddings()
     modules = dict(model.named_modules())
     linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear) or holds_inputs_first(m)}
     stacked, chosen = stacked_weights(model), set[str]()
+    if isinstance(patterns, str):
+        chosen, patterns = _matching_in_full(patterns, modules, linear), ()
     for pattern in patterns:
         if pattern == ALL_LINEAR:
             chosen.update(name for name, module in linear.items() if module is not head)
@@ -387,6 +389,25 @@ def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
     if not chosen:
         raise ConfigError(f"model.lora: {type(model).__name__} has no linear layers to adapt.\n  Leave model.lora out.")
     return [name for name in (*linear, *stacked) if name in chosen]
+
+
+def _matching_in_full(expression: str, modules: Iterable[str], linear: Collection[str]) -> set[str]:
+    """Return the names of modules that a regular expression matches as a whole. All must be linear layers, as peft
+    demands of most others."""
+    try:
+        matched = {name for name in modules if re.fullmatch(expression, name)}
+    except re.error as error:
+        raise ConfigError(
+            f"model.lora.targets: {expression!r} isn't a regular expression ({error}).\n  A list has names: [q_proj]."
+        ) from None
+    if others := sorted(matched - set(linear)):
+        raise ConfigError(f"model.lora.targets: {expression!r} matches {others[0]}, which is no linear layer.")
+    if not matched:
+        raise ConfigError(
+            f"model.lora.targets: {expression!r} matches no linear layer: it is a regular expression of whole names, "
+            f"such as {next(iter(linear), 'none')}.\n  A list has name patterns or last parts of names: [q_proj]."
+        )
+    return matched
 
 
 # ------------------------------------------------------------------------------------------------ adapters of a folder

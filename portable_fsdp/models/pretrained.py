@@ -22,7 +22,7 @@ from portable_fsdp.models.architecture import last_line, log_unknown_keys, model
 from portable_fsdp.models.tensor_files import GgufFile, SafetensorsFolder
 from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, names_of_weights
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.hub import MODEL_FILES, local_folder
+from portable_fsdp.runtime.hub import CONFIG_FILES, MODEL_FILES, local_folder
 
 if TYPE_CHECKING:
     from portable_fsdp.models.multimodal import Published
@@ -69,7 +69,18 @@ def open_pretrained(model: schema.Model, task: str = "causal_lm") -> tuple[Any, 
     return config, BitsandbytesFolder(file)
 
 
-def _config(folder: Path, task: str) -> Any:
+def open_config(model: schema.Model) -> Any:
+    """Return the transformers config of a causal `model.pretrained`; downloads no weights, unless it is a GGUF file."""
+    if model.gguf_file is not None:
+        return open_pretrained(model)[0]
+    folder = local_folder("model.pretrained", cast(str, model.pretrained), CONFIG_FILES)
+    config = _config(folder, "causal_lm", logs=False)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    return config
+
+
+def _config(folder: Path, task: str, *, logs: bool = True) -> Any:
     from transformers import AutoConfig
 
     path = folder / "config.json"
@@ -95,9 +106,10 @@ def _config(folder: Path, task: str) -> Any:
                 f"model.pretrained: {path}: expected weights in float32, bfloat16 or float16, or quantised by "
                 f"bitsandbytes, found quantised ones (quantization_config: {str(method)[:80]}).\n  {_UNQUANTISED}"
             )
-    values, _ = config.get_config_dict(folder, local_files_only=True)
-    values.pop("quantization_config", None)
-    log_unknown_keys("model.pretrained", config, values)
+    if logs:
+        values, _ = config.get_config_dict(folder, local_files_only=True)
+        values.pop("quantization_config", None)
+        log_unknown_keys("model.pretrained", config, values)
     return config
 
 

@@ -170,8 +170,8 @@ def _sees_later(logits: Tensor) -> str:
 _LENGTHS, _PADDING = (5, 8), 3  # tokens of the documents, and after them
 
 
-def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: bool) -> None:
-    """Raise ConfigError if a small copy of `model` lets documents of one row see each other.
+def find_crossing(model: Any, build: Callable[[Any], Any], *, eager: bool) -> str:
+    """Say how a small copy of `model` lets documents of one row affect each other; empty if it doesn't.
 
     It detects a state that carries over from one document to the next (Mamba), a model's own attention (Bloom), and
     positions that the model counts itself. `build(config)` returns a model on the host, in float32.
@@ -181,11 +181,8 @@ def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: b
         """The logits of each document in its own row, one after the other."""
         return torch.cat([copied(input_ids=ids, use_cache=False).logits for ids in _documents()], dim=1)
 
-    if problem := try_small_copies(model, build, alone, partial(_difference_of_documents, eager=eager)):
-        raise ConfigError(
-            f"data.packing=documents: {type(model).__name__} doesn't keep the documents of a row apart: {problem}.\n"
-            "  Set data.packing=none (one document per row, padded)."
-        )
+    problem = try_small_copies(model, build, alone, partial(_difference_of_documents, eager=eager))
+    return f"{type(model).__name__} doesn't keep the documents of a row apart: {problem}" if problem else ""
 
 
 def _difference_of_documents(model: Any, alone: Tensor, *, eager: bool) -> str:

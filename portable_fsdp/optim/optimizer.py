@@ -60,7 +60,7 @@ def _own_group(first: Mapping[str, str], trained: Collection[str], optim: Optim)
         trains = [fqn for fqn in names if fqn in trained]
         if not trains:
             raise ConfigError(
-                f"{key}: {group.match!r} matches only parameters that model.freeze freezes: "
+                f"{key}: {group.match!r} matches only frozen parameters (model.freeze, model.train_only): "
                 f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}.\n  Leave the group out, or freeze less."
             )
         if own.keys() >= set(trains):

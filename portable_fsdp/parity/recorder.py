@@ -37,7 +37,7 @@ def run(place: Place, task: RunTask, prepare: Callable[[Training], None]) -> Pla
     config = Config.model_validate_json(task.config)
     with open_backend(config, device=place.device, backend=place.engine, num_devices=place.devices) as engine:
         configure_log(engine.process.index)
-        corpus = open_data(config, engine)
+        config, corpus = open_data(config, engine)
         training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
         prepare(training)
         record = PlaceRecord(place=place, device_name=engine.device_name, versions=environment())

@@ -23,6 +23,7 @@ from portable_fsdp.config.schema import Config, Memory, Sharding
 from portable_fsdp.plan.fake_step import empty_batch, ranks, rows_of
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.train.build import build_training
+from portable_fsdp.train.preflight import fit_packing
 
 MOST_PROGRAMS = 4
 """Most kinds of layers that are compiled: torch compiles 8 programs of one function, training and evaluation."""
@@ -36,7 +37,7 @@ def count_programs(config: Config) -> int | str:
         "train.micro_batch": "1",
         "precision.products": "auto",
     }
-    config = with_settings(config, plain)
+    config = with_settings(fit_packing(config)[0], plain)
     if config.model.attention == "flex":
         config = with_value(config, "model.attention", "auto")
     settings = config.compile.model_copy(update={"enabled": True, "backend": "eager", "cache_dir": None})

@@ -58,6 +58,7 @@ from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
 from portable_fsdp.train.build import Training, build_training
 from portable_fsdp.train.measures import control_numbers, tokens_and_flops
+from portable_fsdp.train.preflight import fit_packing
 
 # NCCL's buffers per communicator: in each of 24 channels two connections for a ring and two for a tree, each with
 # 10 MiB to receive or 2 MiB to send (sizes as logged on 8 H100s, github.com/NVIDIA/nccl/issues/1685; more than two
@@ -91,6 +92,7 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     `tf32` if precision.matmul allows it. Raises what building the model raises. Call it in a process without a process
     group, preferably a separate one: FSDP2 and DTensor keep caches.
     """
+    config, _ = fit_packing(config)
     with without_garbage_collection():
         recorder, training, host_bytes, _ = _record(config, target)
     events, calls = replay(recorder.log)

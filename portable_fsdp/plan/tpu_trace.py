@@ -26,6 +26,7 @@ from portable_fsdp.plan.fake_step import empty_batch, facts_of, rows_of
 from portable_fsdp.plan.tpu_program import Argument, Program, Traced
 from portable_fsdp.train.build import Training, build_training
 from portable_fsdp.train.measures import control_numbers
+from portable_fsdp.train.preflight import fit_packing
 
 
 def trace(config: Config, devices: int, torus: tuple[int, ...] = ()) -> Traced:
@@ -34,6 +35,7 @@ def trace(config: Config, devices: int, torus: tuple[int, ...] = ()) -> Traced:
     Nothing runs, and neither weights nor optimizer state take memory. Call it in a process that hasn't used torch_xla
     yet, because torch_xla caches the device count. Raises what opening the backend and building the model raise.
     """
+    config, _ = fit_packing(config)
     with _pretended(devices):
         tracer = Tracer(torus)
         backend = XlaBackend("cpu", config, None, tracer)

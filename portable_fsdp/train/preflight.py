@@ -6,6 +6,7 @@ which takes seconds. Each process opens files and hub repositories by itself, so
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.checkpoint.manifests import committed_steps, require_checkpoint
 from portable_fsdp.checkpoint.storage import locate, store_of
+from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.sources import EXAMPLES, files_of
 from portable_fsdp.data.tokenize import require_tokenizer_folder
@@ -27,6 +29,8 @@ from portable_fsdp.runtime.hub import before_transformers, is_hub_id, require_fo
 if TYPE_CHECKING:
     from portable_fsdp.backends.contract import Backend
     from portable_fsdp.data.build import Corpus
+
+log = logging.getLogger("portable_fsdp")
 
 
 def check_config(config: Config, deployment: Deployment | None, *, writes: bool = True) -> None:
@@ -166,13 +170,34 @@ def check_with_engine(config: Config, backend: "Backend", *, writes: bool = True
         on_each_process(backend, lambda: read_architecture(architecture, config.train.task, drops=drops, logs=False))
 
 
-def open_data(config: Config, backend: "Backend") -> "Corpus":
-    """Open the corpus and check that it is identical on all processes. *collective*
+def fit_packing(config: Config) -> tuple[Config, str]:
+    """Return the config with data.packing=none, and the reason, if rows of several documents don't suit its model.
+
+    The answer depends on the config alone, so rows are the same on every engine and after a resume. A model that can't
+    be built is left to the run, which reports it with all else.
+    """
+    data, model = config.data, config.model
+    is_text = data.factory is None and model.factory is None and config.train.task == "causal_lm"
+    if not is_text or data.resolved_packing != "documents":
+        return config, ""
+    from portable_fsdp.models.build import documents_problem
+
+    try:
+        problem = documents_problem(model, data.seq_len)
+    except ConfigError:
+        problem = ""
+    return (with_value(config, "data.packing", "none"), problem) if problem else (config, "")
+
+
+def open_data(config: Config, backend: "Backend") -> tuple[Config, "Corpus"]:
+    """Open the corpus and check that it is identical on all processes; returns `fit_packing`'s config too. *collective*
 
     Raises DataError or ConfigError on all processes, with the index of the process if only some found the problem. The
     error also has what is wrong with the model, whose weights are not read.
     """
     from portable_fsdp.data.build import build_data
+
+    config, problem = fit_packing(config)
 
     def build() -> "Corpus":
         try:
@@ -187,7 +212,12 @@ def open_data(config: Config, backend: "Backend") -> "Corpus":
     rows, tokenizer = corpus.fingerprint
     held_out = corpus.eval_rows.fingerprint() if corpus.eval_rows is not None else "none"
     require_same(backend, {"data.tokenizer": tokenizer, "data": rows, "data.eval_split": held_out})
-    return corpus
+    if problem:
+        from portable_fsdp.data.document_rows import padding_in_words
+
+        padding = padding_in_words(corpus.rows, config.run.seed)
+        log.info("data.packing=documents: %s. Each row holds one document: %s", problem, padding)
+    return config, corpus
 
 
 def _problem_of_model(config: Config) -> str:

@@ -108,7 +108,7 @@ def open_run(
     `given`: the config before `auto` was resolved. `held` closes the resources of the run. *collective*
     """
     run_file = _check(config, engine, held, exporter)
-    corpus, steps, training = _build(config, engine, held)
+    config, corpus, steps, training = _build(config, engine, held)
     evaluator = build_evaluator(config, engine, training, corpus)
     sampler = build_sampler(config, engine, training, corpus.tokenizer)
 
@@ -179,10 +179,10 @@ def _begin(run: OpenRun, run_file: RunLog, keep_output: Callable[[Path, int], No
     keep_output(run.start.folder, run.engine.process.index)
 
 
-def _build(config: Config, engine: Backend, held: ExitStack) -> tuple[Corpus, int, Training]:
-    """Return the data, the steps of the whole run, and the training. *collective*"""
+def _build(config: Config, engine: Backend, held: ExitStack) -> tuple[Config, Corpus, int, Training]:
+    """Return the config of `open_data`, the data, the steps of the whole run, and the training. *collective*"""
     check_model(config, engine)
-    corpus = open_data(config, engine)
+    config, corpus = open_data(config, engine)
     log.info("building the model")
     steps = total_steps(config, len(corpus.rows))
     # Lock out other runs before the search for a checkpoint.
@@ -190,7 +190,7 @@ def _build(config: Config, engine: Backend, held: ExitStack) -> tuple[Corpus, in
     training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
     require_same_model(engine, training.built.published or training.built.config)
     log.debug("model and optimizer built")
-    return corpus, steps, training
+    return config, corpus, steps, training
 
 
 def _resume(

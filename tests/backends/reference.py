@@ -30,6 +30,7 @@ OF_THE_LOOP = (
     "model.pretrained",
     "model.router_bias_rate",
     "model.freeze",
+    "model.train_only",
     "model.lora",
     "model.dropout",
     "model.attention",
@@ -81,8 +82,10 @@ def _model(case: Case) -> nn.Module:
             alpha_pattern=dict(lora.alpha_pattern),
             target_modules="all-linear"
             if lora.targets == ("all-linear",)
+            else lora.targets
+            if isinstance(lora.targets, str)
             else [n for n in lora.targets if "." not in n],
-            target_parameters=[name for name in lora.targets if "." in name] or None,
+            target_parameters=None if isinstance(lora.targets, str) else [n for n in lora.targets if "." in n] or None,
             modules_to_save=[*lora.train_whole] or None,
             ensure_weight_tying=config.tie_word_embeddings and bool(lora.train_whole),
             fan_in_fan_out=config.model_type == "gpt2",
@@ -93,6 +96,8 @@ def _model(case: Case) -> nn.Module:
             fqn = _ours(name, built.model)
             parameter.copy_(built.fill(fqn, tuple(slice(0, size) for size in parameter.shape)))
             if any(matches(pattern, fqn) for pattern in section.freeze):
+                parameter.requires_grad_(False)
+            if section.train_only and not any(matches(pattern, fqn) for pattern in section.train_only):
                 parameter.requires_grad_(False)
     return model.train()
 

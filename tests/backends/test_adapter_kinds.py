@@ -34,7 +34,7 @@ PATTERNS: dict[str, Any] = {
 CASES = {
     "all": case_of(dora=True, rslora=True, **PATTERNS, train_whole=["model.norm", "embed_tokens"]),
     "dora": case_of(dora=True),
-    "rslora": case_of(rslora=True, **PATTERNS),
+    "rslora": case_of(rslora=True, targets=r"model.layers.[\d]+.(mlp|self_attn).\w+_proj", **PATTERNS),
     "tied": case_of("llama_tied", train_whole=["lm_head"]),
     "whole": case_of(train_whole=["embed_tokens", "lm_head"]),
     "experts": case_of("qwen3_moe", targets=["q_proj", "experts.gate_up_proj", "experts.down_proj"]),

@@ -377,9 +377,10 @@ CURVES: dict[str, tuple[Group, Case]] = {
     "units in units, post": (TWO, Case(settings={"sharding.wrap_modules": ["*mlp", "*q_proj"], **RECOMPUTED, **POST})),
     "head in fp32": in_float32("lm_head"),
     "tied head in fp32": in_float32("lm_head", "llama_tied"),
+    "train only": (TWO, Case(settings={"model.train_only": ["model.layers.[1-9].mlp", "lm_head"], **RECOMPUTED})),
     "a layer in fp32": in_float32("model.layers.0"),
 }
-CURVES_IN_SUITE = ("resharded over 2", "units in units, post", "tied head in fp32")
+CURVES_IN_SUITE = ("resharded over 2", "units in units, post", "tied head in fp32", "train only")
 
 
 @pytest.mark.parametrize(

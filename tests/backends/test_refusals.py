@@ -77,8 +77,8 @@ OPTION_GROUPS = [
     "memory.budget compile.cache_dir",
     "memory.cpu_offload memory.offload",
     "model.router_bias_rate precision.buffers compile.scan_layers",
-    "model.attention model.experts model.freeze model.lora precision.frozen model.gguf_file checkpoint.export "
-    "checkpoint.merge_adapters",
+    "model.attention model.experts model.freeze model.train_only model.lora precision.frozen model.gguf_file "
+    "checkpoint.export checkpoint.merge_adapters",
     "optim.name optim.factory optim.groups optim.momentum optim.betas optim.eps",
     "optim.schedule optim.min_lr_ratio optim.decay_ratio",
     "data.eval_split train.eval_every train.eval_on_start train.eval_batches train.patience",
@@ -93,7 +93,8 @@ OTHER = """
  sharding.forward_prefetch: 2, sharding.backward_prefetch_units: 2, precision.loss_scale: 1024.0,
  precision.loss_scale_window: 100, memory.classes: [LlamaMLP], memory.budget: 0.1, compile.cache_dir: a/folder,
  model.router_bias_rate: 0.001,
- model.freeze: ["*embed*"], model.lora: {r: 4}, optim.factory: "module:function", optim.groups: [{match: "*"}],
+ model.freeze: ["*embed*"], model.train_only: ["*embed*"], model.lora: {r: 4},
+ optim.factory: "module:function", optim.groups: [{match: "*"}],
  optim.momentum: 0.9, optim.betas: [0.9, 0.999], optim.eps: 1.0e-6, optim.min_lr_ratio: 0.5, optim.decay_ratio: 0.5,
  data.eval_split: 5%, train.eval_every: 2, train.eval_batches: 3, train.patience: 1, train.sample_every: 2,
  train.sample_prompts: [a], train.sample_tokens: 8, checkpoint.keep: 2, checkpoint.keep_every: 4,

@@ -44,7 +44,11 @@ KINDS: dict[str, tuple[str, Keys]] = {
         {"dora": True, "rslora": True, "rank_pattern": {r"layers\.1\..*": 5, "q_proj": 2}, "dropout": 0.1}
         | {"alpha_pattern": {r"layers\.1\..*": 9.0}, "train_whole": ["*norm", "embed_tokens"]},
     ),
-    "tied": ("llama_tied", {"rslora": True, "rank_pattern": {"q_proj": 2}, "train_whole": ["lm_head"]}),
+    "tied": (
+        "llama_tied",
+        {"rslora": True, "rank_pattern": {"q_proj": 2}, "train_whole": ["lm_head"]}
+        | {"targets": r".*\.layers\.(0|1)\.(mlp|self_attn)\.(q|v|up)_proj"},
+    ),
     "dora": ("gpt2", {"dora": True}),
     "experts": ("qwen3_moe", _OF_EXPERTS),
     "experts of mixtral": ("mixtral", _OF_EXPERTS),

@@ -31,7 +31,7 @@ def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Path("run")  # in the working folder, as at that time
     config = load_config(str(run / "config.yaml"), [])
     with open_backend(config, device="cpu", backend="native") as backend:
-        corpus = open_data(config, backend)
+        config, corpus = open_data(config, backend)
         training = build_training(config, backend, corpus.tokenizer, rows=corpus.rows)
         with open_checkpoints(config, backend, training, corpus) as checkpoints:
             point = checkpoints.find("auto")

@@ -59,6 +59,20 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             **{"checkpoint.every": "25%", "data.packing": "documents"},
         },
     ),
+    "what trains": (
+        AXOLOTL
+        | ALPACA
+        | {"unfrozen_parameters": ["^lm_head.weight$", "model.layers.2.*", "^model.language_model.layers.[0-9]5."]},
+        {"model.train_only": ("lm_head.weight", "model.layers.2*", "model.layers.[0-9]5.*")},
+    ),
+    "adapters by an expression": (
+        AXOLOTL | ALPACA | LORA | {"lora_target_modules": r"model.language_model.layers.[\d]+.(mlp|attn).(up|q)_proj"},
+        {"model.lora": lambda lora: lora.targets == r"model.layers.[\d]+.(mlp|attn).(up|q)_proj"},
+    ),
+    "an expression in a list": (
+        AXOLOTL | ALPACA | LORA | {"lora_target_modules": r"x\.layers\.(3|7)\.q_proj", "lora_target_linear": True},
+        {"model.lora": lambda lora: lora.targets == ("all-linear",)},
+    ),
     "no rows held out": (AXOLOTL | ALPACA | {"val_set_size": 0, "evals_per_epoch": 4}, {"train.eval_every": None}),
     "alpaca as a chat": (
         AXOLOTL
@@ -228,9 +242,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rows by number": (AXOLOTL | ALPACA | {"val_set_size": 100}, "a number of rows, 100, can't be held out"),
     "an unknown key": (AXOLOTL | ALPACA | {"learning_rat": 1}, "learning_rat: unknown key of axolotl"),
     "an unknown key of a dataset": (AXOLOTL | {"datasets": [CHATS | {"fiel": 1}]}, "datasets[0]: fiel is not read"),
-    "an expression": (
-        AXOLOTL | ALPACA | LORA | {"lora_target_modules": r"model.layers.[\d]+.(mlp|self_attn).(up|q)_proj"},
-        "lora_target_modules: a regular expression over full names",
+    "an expression beside weights of experts": (
+        AXOLOTL | ALPACA | LORA | {"lora_target_modules": "x.*", "lora_target_parameters": ["experts.down_proj"]},
+        "lora_target_modules: a regular expression beside lora_target_parameters",
+    ),
+    "an expression of what trains": (
+        AXOLOTL | ALPACA | {"unfrozen_parameters": ["lm_head", "model.layers.4[4-9]+.mlp"]},
+        "unfrozen_parameters: model.layers.4[4-9]+.mlp: a regular expression that no pattern says",
+    ),
+    "rows that train": (
+        AXOLOTL | ALPACA | {"unfrozen_parameters": ["^model.embed_tokens.weight$[:32000]"]},
+        "unfrozen_parameters: ^model.embed_tokens.weight$[:32000]: a range of rows",
+    ),
+    "frozen adapters": (
+        AXOLOTL | ALPACA | LORA | {"unfrozen_parameters": ["^lm_head.*"]},
+        "unfrozen_parameters: with adapters axolotl freezes the adapters too",
     ),
     "4 bits of torchao": (
         AXOLOTL | ALPACA | {"optimizer": "adamw_torch_4bit"},

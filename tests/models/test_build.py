@@ -113,6 +113,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"freeze": ("embed",)}, r"model\.freeze: .*'embed' matches nothing.*\n.*nearest: .*embed_tokens"),
     (LLAMA, {"freeze": ("qqqqq",)}, r"'qqqqq' matches nothing.*\n  the first names: model\.embed_tokens"),
     (LLAMA, {"freeze": ("*",)}, r"model\.freeze: \['\*'\] freeze all 21 parameters, but one must train"),
+    (LLAMA, {"train_only": ("embed",)}, r"model\.train_only: .*'embed' matches nothing.*\n.*nearest: .*embed_tokens"),
 ]
 
 
@@ -208,6 +209,19 @@ def test_frozen_weights_have_no_gradient_and_the_rest_does() -> None:
     assert len(frozen("llama", "model.layers.1")) == 9
     for name in ("model.embed_tokens", "lm_head"):  # tied: in all its places
         assert frozen("llama_tied", name) == {"model.embed_tokens.weight"}
+
+
+def test_only_weights_that_are_named_train() -> None:
+    def trained(name: str, *patterns: str, **precision: str) -> dict[str, torch.dtype]:
+        model = build(name, keys={"train_only": patterns}, precision=precision).model
+        return {fqn: parameter.dtype for fqn, parameter in model.named_parameters() if parameter.requires_grad}
+
+    assert len(trained("llama", "model.layers.1")) == 9
+    assert trained("llama", "lm_head", "*.0.*norm*", frozen="bfloat16") == dict.fromkeys(
+        [*(f"model.layers.0.{norm}_layernorm.weight" for norm in ("input", "post_attention")), "lm_head.weight"],
+        torch.float32,
+    )
+    assert set(trained("llama_tied", "lm_head")) == {"model.embed_tokens.weight"}  # under any of its names
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gemma2", "deepseek_v3"])

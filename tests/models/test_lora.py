@@ -119,6 +119,17 @@ def test_dropout_is_of_the_adapters_inputs_in_training() -> None:
         ("qwen3_moe", {"targets": ("experts.down_proj",), "dropout": 0.1}, r"dropout: adapters of experts "),
         ("qwen3_moe", {"targets": ("experts.down_proj",), "dora": True}, r"dora: adapters of experts "),
         ("llama", {"train_whole": ("mlp",)}, r"train_whole: model.layers.0.mlp.gate_proj gets an adapter"),
+        (
+            "llama",
+            {"targets": "q_proj"},
+            r"targets: 'q_proj' matches no .* such as model\.layers\.0\.self_attn\.q_proj\.\n",
+        ),
+        ("llama", {"targets": "*q_proj"}, r"targets: '\*q_proj' isn't a regular expression"),
+        (
+            "llama",
+            {"targets": ".*mlp.*"},
+            r"targets: '\.\*mlp\.\*' matches model\.layers\.0\.mlp, which is no linear layer",
+        ),
         *(
             (name, {"targets": (target,)}, rf"targets: .*{expected}")
             for name, target, expected in (
@@ -202,6 +213,11 @@ def test_targets_are_patterns_or_ends_of_names() -> None:
         (("q_proj", "v_proj"), named("self_attn", "q v", 0, 1)),
         (("self_attn.q_proj",), named("self_attn", "q", 0, 1)),
         (("model.layers.1.mlp",), named("mlp", "gate up down", 1)),
+        (
+            r"model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|q)_proj",
+            named("self_attn", "q", 0, 1) | named("mlp", "up", 0, 1),
+        ),
+        (r".*\.layers\.1\.mlp\.(gate|up)_proj", named("mlp", "gate up", 1)),
         (("*.0.*.down_proj", "lm_head"), {"model.layers.0.mlp.down_proj", "lm_head"}),
         # Without the head.
         (("all-linear",), named("self_attn", "q k v o", 0, 1) | named("mlp", "gate up down", 0, 1)),

@@ -102,7 +102,7 @@ def test_a_group_names_a_tied_weight_by_any_of_its_names() -> None:
     own = Optim.model_validate({"lr": 0.1, "groups": [{"match": "head", "lr": 0.2}]})
     shapes = {"embed.weight": (8, 4), "q.weight": (4, 4)}
     assert parameter_groups(shapes, own, ties=ties) == [group(["embed.weight"], 0.1, 2.0), group(["q.weight"], 0.1)]
-    with pytest.raises(ConfigError, match=r"match: 'head' matches only .* model\.freeze freezes: embed\.weight\."):
+    with pytest.raises(ConfigError, match=r"match: 'head' matches only frozen parameters .*: embed\.weight\."):
         parameter_groups({"q.weight": (4, 4)}, own, ties=ties, frozen=["embed.weight"])
 
 

@@ -204,7 +204,7 @@ FSDP1_RULES = (
         "precision.frozen=bfloat16|nf4|nf4_double|int8 on xla_fsdp1",
         _FLOAT32_ONLY,
         "--backend=xla",
-        when=lambda c, p: bool(c.model.freeze or c.model.lora),
+        when=lambda c, p: c.model.freezes,
     ),
     *refused_each(
         "on xla_fsdp1",
