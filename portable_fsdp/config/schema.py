@@ -111,7 +111,7 @@ class Lora(Section):
     """modules whose own weights train (embed_tokens, lm_head): name patterns or last parts of names"""
     targets: Annotated[tuple[str, ...], MinLen(1), Strict(False)] | str = ("all-linear",)
     """linear layers, or weights of experts, by name patterns or last parts of names; all-linear: all but the head; a
-    text instead of a list: one regular expression of whole names of linear layers, as in peft"""
+    text instead of a list: one regular expression of whole names, as in peft"""
     start_from: str | None = None
     """local folder or hub id of peft adapters to start from, with the same settings but dropout; null: new adapters"""
 

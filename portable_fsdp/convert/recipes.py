@@ -91,9 +91,11 @@ def _targets(facts: ForeignFacts) -> None:
     if key is None or lora is None or not isinstance(key.raw, str) or not re.search(r"[\\[(|*+?^$]", key.raw):
         return
     values = cast(dict[str, Any], lora.value)
-    if facts.value("~lora.parameters"):
-        facts.result.add_problem(key, "a regular expression beside lora_target_parameters.\n  Name layers in a list.")
-    targets = ["all-linear"] if facts.value("~lora.linear") else _of_text(key.raw)
+    weights = cast(list[str], facts.value("~lora.parameters") or [])
+    ends = "|".join(re.escape(name) for name in weights)
+    targets = f"{_of_text(key.raw)}|.*\\.({ends})" if ends else _of_text(key.raw)
+    if facts.value("~lora.linear"):
+        targets = ["all-linear", *weights]
     facts.options["model.lora"] = lora._replace(value={**values, "targets": targets})
 
 

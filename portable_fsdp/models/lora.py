@@ -363,7 +363,7 @@ def _targets(model: Any, patterns: tuple[str, ...] | str) -> list[str]:
     linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear) or holds_inputs_first(m)}
     stacked, chosen = stacked_weights(model), set[str]()
     if isinstance(patterns, str):
-        chosen, patterns = _matching_in_full(patterns, modules, linear), ()
+        chosen, patterns = _matching_in_full(patterns, [*modules, *stacked], {*linear, *stacked}), ()
     for pattern in patterns:
         if pattern == ALL_LINEAR:
             chosen.update(name for name, module in linear.items() if module is not head)
@@ -391,21 +391,22 @@ def _targets(model: Any, patterns: tuple[str, ...] | str) -> list[str]:
     return [name for name in (*linear, *stacked) if name in chosen]
 
 
-def _matching_in_full(expression: str, modules: Iterable[str], linear: Collection[str]) -> set[str]:
-    """Return the names of modules that a regular expression matches as a whole. All must be linear layers, as peft
-    demands of most others."""
+def _matching_in_full(expression: str, names: list[str], adaptable: set[str]) -> set[str]:
+    """Return the names of modules and weights of experts that a regular expression matches as a whole. All must be
+    `adaptable`: peft doesn't adapt most other modules."""
     try:
-        matched = {name for name in modules if re.fullmatch(expression, name)}
+        matched = {name for name in names if re.fullmatch(expression, name)}
     except re.error as error:
         raise ConfigError(
             f"model.lora.targets: {expression!r} isn't a regular expression ({error}).\n  A list has names: [q_proj]."
         ) from None
-    if others := sorted(matched - set(linear)):
+    if others := sorted(matched - adaptable):
         raise ConfigError(f"model.lora.targets: {expression!r} matches {others[0]}, which is no linear layer.")
     if not matched:
+        first = next((name for name in names if name in adaptable), "none")
         raise ConfigError(
             f"model.lora.targets: {expression!r} matches no linear layer: it is a regular expression of whole names, "
-            f"such as {next(iter(linear), 'none')}.\n  A list has name patterns or last parts of names: [q_proj]."
+            f"such as {first}.\n  A list has name patterns or last parts of names: [q_proj]."
         )
     return matched
 

@@ -69,6 +69,13 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         AXOLOTL | ALPACA | LORA | {"lora_target_modules": r"model.language_model.layers.[\d]+.(mlp|attn).(up|q)_proj"},
         {"model.lora": lambda lora: lora.targets == r"model.layers.[\d]+.(mlp|attn).(up|q)_proj"},
     ),
+    "an expression beside weights of experts": (
+        AXOLOTL
+        | ALPACA
+        | LORA
+        | {"lora_target_modules": r".*\.q_proj", "lora_target_parameters": ["experts.down_proj"]},
+        {"model.lora": lambda lora: lora.targets == r".*\.q_proj|.*\.(experts\.down_proj)"},
+    ),
     "an expression in a list": (
         AXOLOTL | ALPACA | LORA | {"lora_target_modules": r"x\.layers\.(3|7)\.q_proj", "lora_target_linear": True},
         {"model.lora": lambda lora: lora.targets == ("all-linear",)},
@@ -242,10 +249,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rows by number": (AXOLOTL | ALPACA | {"val_set_size": 100}, "a number of rows, 100, can't be held out"),
     "an unknown key": (AXOLOTL | ALPACA | {"learning_rat": 1}, "learning_rat: unknown key of axolotl"),
     "an unknown key of a dataset": (AXOLOTL | {"datasets": [CHATS | {"fiel": 1}]}, "datasets[0]: fiel is not read"),
-    "an expression beside weights of experts": (
-        AXOLOTL | ALPACA | LORA | {"lora_target_modules": "x.*", "lora_target_parameters": ["experts.down_proj"]},
-        "lora_target_modules: a regular expression beside lora_target_parameters",
-    ),
     "an expression of what trains": (
         AXOLOTL | ALPACA | {"unfrozen_parameters": ["lm_head", "model.layers.4[4-9]+.mlp"]},
         "unfrozen_parameters: model.layers.4[4-9]+.mlp: a regular expression that no pattern says",

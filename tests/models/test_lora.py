@@ -223,6 +223,8 @@ def test_targets_are_patterns_or_ends_of_names() -> None:
         (("all-linear",), named("self_attn", "q k v o", 0, 1) | named("mlp", "gate up down", 0, 1)),
     ):
         assert layers(adapted(targets=targets)) == expected, targets
+    listed = layers(adapted("qwen3_moe", targets=("q_proj", "experts.down_proj")))
+    assert layers(adapted("qwen3_moe", targets=r".*\.(self_attn\.q_proj|experts\.down_proj)")) == listed
 
 
 def test_a_base_that_others_do_not_have_is_refused(tmp_path: Path) -> None:
