@@ -75,15 +75,6 @@ def _model(facts: ForeignFacts) -> None:
         facts.result.add_problem(config, text)
 
 
-_TEXT_PART = re.compile(r"^(\^?\(?)(?:model\\?\.(?:language_model|text_model)|language_model\\?\.model)(?=\\?\.)")
-
-
-def _of_text(pattern: str) -> str:
-    """Return a pattern of a multimodal model's names as one of its text's, which trains alone: `model.language_model.x`
-    is `model.x`."""
-    return _TEXT_PART.sub(r"\1model", pattern)
-
-
 def _targets(facts: ForeignFacts) -> None:
     """peft takes one text as a regular expression over full names, but axolotl puts it into a list beside
     lora_target_linear, where it matches nothing."""
@@ -93,7 +84,7 @@ def _targets(facts: ForeignFacts) -> None:
     values = cast(dict[str, Any], lora.value)
     weights = cast(list[str], facts.value("~lora.parameters") or [])
     ends = "|".join(re.escape(name) for name in weights)
-    targets = f"{_of_text(key.raw)}|.*\\.({ends})" if ends else _of_text(key.raw)
+    targets = f"{key.raw}|.*\\.({ends})" if ends else key.raw
     if facts.value("~lora.linear"):
         targets = ["all-linear", *weights]
     facts.options["model.lora"] = lora._replace(value={**values, "targets": targets})
@@ -107,7 +98,7 @@ def _trained(facts: ForeignFacts) -> None:
     key = facts.keys.get("~trains")
     if key is None or "model.train_only" in facts.overridden:
         return
-    matches = {text: _PREFIX.fullmatch(_of_text(text)) for text in cast(list[str], key.value)}
+    matches = {text: _PREFIX.fullmatch(text) for text in cast(list[str], key.value)}
     ranges = [text for text in matches if re.search(r"\[[\d:]*\]$", text)]
     expressions = [text for text, match in matches.items() if match is None]
     if facts.value("~lora"):

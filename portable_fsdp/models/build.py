@@ -39,7 +39,15 @@ from portable_fsdp.models.attention import (
 from portable_fsdp.models.experts import DENSE, choose_experts, register_experts, takes_implementation
 from portable_fsdp.models.loss import DocumentArguments, LogitSteps, Loss, attach_loss, trace_logits
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, is_decoder_only
-from portable_fsdp.models.weights import DTYPES, BuiltModel, RandomWeights, TensorFile, fill_buffers, size_of
+from portable_fsdp.models.weights import (
+    DTYPES,
+    BuiltModel,
+    RandomWeights,
+    TensorFile,
+    as_published,
+    fill_buffers,
+    size_of,
+)
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import call_factory
 from portable_fsdp.runtime.hub import before_transformers
@@ -343,10 +351,11 @@ def _values(built: BuiltModel, opened: _Opened) -> BuiltModel:
 
 def with_frozen(built: BuiltModel, model: schema.Model, dtype: torch.dtype | None) -> BuiltModel:
     """Freeze the weights that `model.freeze` matches, or those that `model.train_only` doesn't, and keep them in
-    `dtype`. A tied weight matches under any of its FQNs."""
+    `dtype`. A tied weight matches under any of its FQNs, one of a multimodal model also under its published name."""
     parameters = dict(built.model.named_parameters(remove_duplicate=False))
+    names = parameters | {as_published(built)(name): weight for name, weight in parameters.items()}
     key, patterns = ("model.train_only", model.train_only) if model.train_only else ("model.freeze", model.freeze)
-    matched = {id(parameters[name]) for pattern in patterns for name in matching(key, pattern, parameters)}
+    matched = {id(names[name]) for pattern in patterns for name in matching(key, pattern, names)}
     for parameter in parameters.values():
         if (id(parameter) in matched) != bool(model.train_only):
             parameter.requires_grad_(False)

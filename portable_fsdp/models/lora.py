@@ -38,6 +38,7 @@ from portable_fsdp.models.weights import (
     TensorFile,
     TensorSlices,
     WeightFill,
+    as_published,
     plain_name,
     seeded,
 )
@@ -167,7 +168,7 @@ def with_adapters(
             f"adapter trains it.\n  Name {missing[0].rpartition('.')[0]} in model.lora.train_whole, or use the model's "
             "own tokenizer and all of its weights."
         )
-    fill = add_adapters(built.model, lora, seed, master, built.fill)
+    fill = add_adapters(built.model, lora, seed, master, built.fill, as_published(built))
     found = built.weights.published if built.weights is not None else None
     return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill, found))
 
@@ -206,14 +207,22 @@ def with_base(built: BuiltModel, model: schema.Model, file: TensorFile) -> Built
     )
 
 
-def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dtype, fill: WeightFill) -> WeightFill:
-    """Add adapters to the layers that `lora.targets` names, on meta, in `dtype`, and freeze all other weights.
+def add_adapters(
+    model: nn.Module,
+    lora: schema.Lora,
+    seed: int,
+    dtype: torch.dtype,
+    fill: WeightFill,
+    also: Callable[[str], str] = str,
+) -> WeightFill:
+    """Add adapters to the layers that `lora.targets` names, on meta, in `dtype`, and freeze all other weights. `also`
+    gives another name of a layer, by which a target may call it.
 
     Returns the `fill` of the adapted model: that of the base, and adapters drawn as peft does (A uniform as torch's
     linear layers, B zero), so that the model begins as its base. Raises ConfigError if peft isn't installed, a
     pattern matches no linear layer, a layer's weight is tied, or it is in a module of `lora.train_whole`.
     """
-    targets = _targets(model, lora.targets)
+    targets = _targets(model, lora.targets, also)
     whole = whole_modules(model, lora.train_whole)
     if both := [name for name in targets if is_inside(name, whole)]:
         raise ConfigError(
@@ -356,14 +365,16 @@ def whole_tensors(model: nn.Module, patterns: Iterable[str]) -> dict[str, Tensor
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if is_inside(name, modules)}
 
 
-def _targets(model: Any, patterns: tuple[str, ...] | str) -> list[str]:
-    """FQNs of the layers that get adapters, in the model's order. `patterns`: a text is a regular expression."""
+def _targets(model: Any, patterns: tuple[str, ...] | str, also: Callable[[str], str]) -> list[str]:
+    """FQNs of the layers that get adapters, in the model's order. `patterns`: a text is a regular expression. `also`:
+    see `add_adapters`."""
     head = model.get_output_embeddings()
     modules = dict(model.named_modules())
     linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear) or holds_inputs_first(m)}
     stacked, chosen = stacked_weights(model), set[str]()
     if isinstance(patterns, str):
-        chosen, patterns = _matching_in_full(patterns, [*modules, *stacked], {*linear, *stacked}), ()
+        names = {name: also(name) for name in (*modules, *stacked)}
+        chosen, patterns = _matching_in_full(patterns, names, {*linear, *stacked}), ()
     for pattern in patterns:
         if pattern == ALL_LINEAR:
             chosen.update(name for name, module in linear.items() if module is not head)
@@ -371,7 +382,11 @@ def _targets(model: Any, patterns: tuple[str, ...] | str) -> list[str]:
         if of_experts := [name for name in stacked if names_weight(pattern, name)]:
             chosen.update(of_experts)
             continue
-        named = [name for name in modules if matches(pattern, name) or name.endswith(f".{pattern}")]
+        named = [
+            name
+            for name in modules
+            if any(matches(pattern, each) for each in (name, also(name))) or name.endswith(f".{pattern}")
+        ]
         if named and not any(layer.startswith(name) for name in named for layer in linear):
             raise ConfigError(
                 f"model.lora.targets: {pattern!r} matches {named[0]}, but no linear layer.\n  model.lora.train_whole "
@@ -391,11 +406,12 @@ def _targets(model: Any, patterns: tuple[str, ...] | str) -> list[str]:
     return [name for name in (*linear, *stacked) if name in chosen]
 
 
-def _matching_in_full(expression: str, names: list[str], adaptable: set[str]) -> set[str]:
-    """Return the names of modules and weights of experts that a regular expression matches as a whole. All must be
-    `adaptable`: peft doesn't adapt most other modules."""
+def _matching_in_full(expression: str, names: Mapping[str, str], adaptable: set[str]) -> set[str]:
+    """Return the modules and weights of experts of which a regular expression matches the whole name, or the other name
+    in `names`. All must be `adaptable`: peft doesn't adapt most other modules."""
     try:
-        matched = {name for name in names if re.fullmatch(expression, name)}
+        whole = re.compile(expression)
+        matched = {name for name, other in names.items() if whole.fullmatch(name) or whole.fullmatch(other)}
     except re.error as error:
         raise ConfigError(
             f"model.lora.targets: {expression!r} isn't a regular expression ({error}).\n  A list has names: [q_proj]."

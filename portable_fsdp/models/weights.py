@@ -272,3 +272,9 @@ class BuiltModel:
     base: Base | None = None  # of `model.lora` or of quantised weights, if it comes from `model.pretrained`
     published: dict[str, Any] | None = None
     dropout: str = ""  # what `model.dropout` is here, for the log
+
+
+def as_published(built: BuiltModel) -> Callable[[str], str]:
+    """Return a function of an FQN: its name in the multimodal model whose text this is, else the FQN itself."""
+    found = built.weights.published if built.weights is not None else None
+    return str if found is None else found.name

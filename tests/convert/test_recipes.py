@@ -63,11 +63,11 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         AXOLOTL
         | ALPACA
         | {"unfrozen_parameters": ["^lm_head.weight$", "model.layers.2.*", "^model.language_model.layers.[0-9]5."]},
-        {"model.train_only": ("lm_head.weight", "model.layers.2*", "model.layers.[0-9]5.*")},
+        {"model.train_only": ("lm_head.weight", "model.layers.2*", "model.language_model.layers.[0-9]5.*")},
     ),
     "adapters by an expression": (
         AXOLOTL | ALPACA | LORA | {"lora_target_modules": r"model.language_model.layers.[\d]+.(mlp|attn).(up|q)_proj"},
-        {"model.lora": lambda lora: lora.targets == r"model.layers.[\d]+.(mlp|attn).(up|q)_proj"},
+        {"model.lora": lambda lora: lora.targets == r"model.language_model.layers.[\d]+.(mlp|attn).(up|q)_proj"},
     ),
     "an expression beside weights of experts": (
         AXOLOTL

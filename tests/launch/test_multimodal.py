@@ -10,6 +10,7 @@ from cli import STARTS, finish, launch, losses, tiny_config
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from portable_fsdp.checkpoint.manifests import read_manifest
 from portable_fsdp.models.architecture import read_architecture
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -80,6 +81,11 @@ def train(folder: Path, name: str, *words: str) -> Path:
     return folder / name
 
 
+def tensors_in(run: Path) -> set[str]:
+    (newest,) = (run / "checkpoints").glob("step-*3")
+    return {key for key in read_manifest(newest).tensors if "/" not in key}
+
+
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=IDS).logits
@@ -136,6 +142,22 @@ def test_adapters_leave_for_the_model_that_peft_opens(folder: Path, family: str)
 
     began = train(folder, "again", f"model={{pretrained: base, lora: {{r: 4, start_from: {run / 'export'}}}}}")
     assert losses(began)[0] < losses(run)[0]  # the adapters were read
+
+
+def test_names_of_the_published_model_name_its_text_too(folder: Path) -> None:
+    published(folder / "base", "gemma3")
+    for names in ("language_model", "text_model_of_another"):
+        lora = f"{{r: 2, targets: 'model.{names}.layers.[\\d]+.(mlp|self_attn).(up|q)_proj'}}"
+        words = ("--device=cpu", f"--config={tiny_config(folder)}", *MADE, f"run.dir={names}")
+        code = 0 if names == "language_model" else 2
+        assert launch(*words, "checkpoint.export=false", f"model={{pretrained: base, lora: {lora}}}") == code
+        only = f"model={{pretrained: base, train_only: ['model.{names}.layers.1.*']}}"
+        assert launch(*words, f"run.dir={names}_only", only) == code
+    before, after = (load_file(folder / run / "model.safetensors") for run in ("base", "language_model_only/export"))
+    moved = {key for key in before if not torch.equal(before[key], after[key])}
+    assert moved == {key for key in before if "language_model.model.layers.1." in key}
+    layers = {key.partition(".lora_")[0] for key in tensors_in(folder / "language_model") if ".lora_" in key}
+    assert layers == {f"model.layers.{at}.{name}" for at in (0, 1) for name in ("mlp.up_proj", "self_attn.q_proj")}
 
 
 def test_a_new_model_is_its_text_alone(folder: Path) -> None:
