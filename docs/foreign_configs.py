@@ -42,6 +42,8 @@ python -m portable_fsdp.explain --config=tests/convert/recipes/trl_sft.yaml --nu
 - Where axolotl holds out the last rows, a share is chosen by hash. Epochs end with whole batches.
 - Names in a multimodal base (`model.language_model.layers`) find the layers of its text, which trains alone
   ([how](pretrained.md#the-text-of-a-multimodal-model)).
+- `unfrozen_parameters` becomes `model.train_only` where a pattern says the same: the start of a name, and `[0-9]`.
+  `[4-9]+`, alternatives and ranges of rows are refused.
 - `sample_packing` with a [model that mixes documents](packing.md#models-that-mix-documents): one document per row.
 - Not built, and refused: tasks other than texts, instructions and chats, and rows of images.
 - Configs of LLaMA-Factory and torchtune are recognised and refused: their rows or parts stand in other files.
