@@ -186,7 +186,12 @@ def fit_packing(config: Config) -> tuple[Config, str]:
         problem = documents_problem(model, data.seq_len)
     except ConfigError:
         problem = ""
-    return (with_value(config, "data.packing", "none"), problem) if problem else (config, "")
+    if not problem:
+        return config, ""
+    by_choice = (
+        "" if model.attention == "auto" else f" (with model.attention={model.attention}; auto may keep them apart)"
+    )
+    return with_value(config, "data.packing", "none"), problem + by_choice
 
 
 def open_data(config: Config, backend: "Backend") -> tuple[Config, "Corpus"]:
