@@ -9,26 +9,27 @@ import math
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from glob import glob
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from portable_fsdp.backends.open import count_devices, resolve
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.data import Data
-from portable_fsdp.config.describe import Settings, option_names, yaml_value
+from portable_fsdp.config.describe import Settings, yaml_value
 from portable_fsdp.config.load import make_config
 from portable_fsdp.config.schema import Config, Model
 from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.convert.read import load_config
-from portable_fsdp.data.examples import Broken, Example
+from portable_fsdp.data.examples import Broken, Example, Rendered
 from portable_fsdp.data.records import first_rows_of_hub
 from portable_fsdp.data.sources import EXAMPLES, open_source
 from portable_fsdp.optim.optimizer import check_schedule
 from portable_fsdp.plan import planner, result
-from portable_fsdp.plan.result import Plan, Tried
+from portable_fsdp.plan.result import Plan
 from portable_fsdp.plan.target import Target, parse_target, with_memory
 from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.command import CommandParser, run_command, to_stderr, to_stdout
@@ -98,8 +99,7 @@ def main(argv: list[str]) -> int:
     return run_command(_parser(), argv, init)
 
 
-@dataclass(frozen=True)
-class Base:
+class Base(NamedTuple):
     """The model to start from."""
 
     name: str
@@ -109,18 +109,28 @@ class Base:
     tokenizer: "Tokenizer"
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """The first rows of the data."""
 
     keys: dict[str, Any]  # of the config's section `data`
-    data: Data  # reads the sample alone
-    examples: list[Example]
-    times: float | None  # all rows / these; None: unknown
+    data: Data  # reads these rows alone
+    lengths: list[int]  # tokens of each
+    times: float | None  # all rows are this many times as many; None: unknown
 
     @property
     def is_text(self) -> bool:
         return self.data.format == "text"
+
+
+class Answers(NamedTuple):
+    base: Base
+    sample: Sample
+    train: str
+    target: Target
+    length: int
+    why: str  # the length
+    span: Settings
+    rows: float | None  # all of the run; None: unknown
 
 
 def _init(options: argparse.Namespace, worker: Worker, scratch: Path) -> None:
@@ -130,38 +140,32 @@ def _init(options: argparse.Namespace, worker: Worker, scratch: Path) -> None:
         raise UsageError(f"--out={out}: {problem}.")
     own = _own_values(options.overrides)
     base = _answer(options, "model", None, lambda name: _base(options, name))
-    sample = _answer(options, "data", None, lambda path: _sample(options, path, own, base, scratch))
-    trains = _answer(options, "train", "qlora" if base.scheme else "all", lambda word: _trains(word, base))
+    sample = _answer(options, "data", None, lambda path: _sample(options, path, own.get("data", {}), base, scratch))
+    train = _answer(options, "train", "qlora" if base.scheme else "all", lambda word: _train(word, base))
     target = _answer(options, "devices", "here", _target)
     advised, why = _advised_length(sample, base)
-    length = _answer(options, "length", str(advised), lambda text: _length(text, base))
-    is_small = not sample.is_text and (sample.times or math.inf) * len(sample.examples) < 10_000
+    length = _answer(options, "length", str(advised), lambda text: _length(text, base, sample))
+    is_small = not sample.is_text and (sample.times or math.inf) * len(sample.lengths) < 10_000
     span = _answer(options, "for", "3 epochs" if is_small else "1 epoch", _span)
-    rows = _rows(sample, base, length, scratch)
-    why = why if length == advised else "as answered"
-    entries = _entries(out, base, sample, trains, target, (length, why), span, rows)
-    entries |= {option: (value, "as given") for option, value in own.items()}
-    config, plan, entries = _fitted(entries, own, base, target, worker, scratch)
+    rows = _rows(sample, base, length)
+    answers = Answers(base, sample, train, target, length, why if length == advised else "--length", span, rows)
+    given: Entries = {f"{name}.{key}": (value, "as given") for name in own for key, value in own[name].items()}
+    config, plan, entries = _fitted(_entries(answers, out), given, answers, worker, scratch / out.name)
     with out.open("x", encoding="utf-8") as file:
         file.write(_text(entries))
-    to_stdout("\n".join(["", *_summary(out, config, plan, target, rows)]))
+    to_stdout("\n".join(_summary(out, config, plan, answers)))
 
 
-def _own_values(words: list[str]) -> dict[str, Any]:
+def _own_values(words: list[str]) -> dict[str, dict[str, Any]]:
     """Parse `section.key=value` words. Raises ConfigError for an unknown key or a wrong value."""
-    values: dict[str, Any] = {}
+    values: dict[str, dict[str, Any]] = {}
     for word in words:
-        name, equals, text = word.partition("=")
-        if not equals or name not in option_names():
-            raise UsageError(f"{word}: expected section.key=value; the answers are flags, as --model={word}.")
-        values[name] = parse(text)[1]
-    make_config(**_sections(values))
+        (name, equals, text), (section, _, key) = word.partition("="), word.partition("=")[0].partition(".")
+        if not equals or name.count(".") != 1:
+            raise UsageError(f"{word}: expected section.key=value; answers are flags, as --model={word}.")
+        values.setdefault(section, {})[key] = parse(text)[1]
+    make_config(**values)
     return values
-
-
-def _sections(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    groups = groupby(sorted(values), lambda option: option.partition(".")[0])
-    return {section: {name.partition(".")[2]: values[name] for name in names} for section, names in groups}
 
 
 # -------------------------------------------------------------------------------------------------------- questions
@@ -191,11 +195,9 @@ def _line(prompt: str) -> str:
 
 def _allow(options: argparse.Namespace, flag: str, what: str) -> None:
     """Ask for a download, unless --yes allows it. Raises UsageError without a yes."""
-    if options.yes:
-        return
-    if not sys.stdin.isatty():
+    if not options.yes and not sys.stdin.isatty():
         raise UsageError(f"{flag}: not on this host; pass --yes to download {what}.")
-    if _line(f"download {what}? [Y/n]: ").lower() not in ("", "y", "yes"):
+    if not options.yes and _line(f"download {what}? [Y/n]: ").lower() not in ("", "y", "yes"):
         raise UsageError(f"{flag}: not on this host, and not downloaded; name a local folder.")
 
 
@@ -218,65 +220,70 @@ def _base(options: argparse.Namespace, name: str) -> Base:
 
 
 def _sample(options: argparse.Namespace, path: str, own: dict[str, Any], base: Base, scratch: Path) -> Sample:
-    """Open the data, find the form of its rows, and read the first ones."""
+    """Open the data, find the form of its rows, and tokenize the first ones. `own`: the user's keys of the section."""
+    from portable_fsdp.data.build import renderer
     from portable_fsdp.data.templates import adapt
 
-    own = _sections(own).get("data", {})
-    keys = {**_source(path), **own}
-    reads, count = keys, None
-    if keys["source"] == "huggingface" and not Path(path).is_dir():
+    reads = keys = {**_source(path), **own}
+    count = None
+    if is_hub := keys["source"] == "huggingface" and not Path(path).is_dir():
         _allow(options, f"--data={path}", f"its first {FIRST} rows")
         rows, count = first_rows_of_hub(_data(keys), FIRST)
-        _write_rows(scratch / "hub.jsonl", rows)
-        reads = {**keys, "source": "jsonl", "path": str(scratch / "hub.jsonl"), "split": None}
-    form = {name: own[name] for name in ("format", "columns") if name in own} or _form(path, reads)
-    needs_template = form["format"] == "chat"
-    if form["format"] == "instruction" and "prompt" not in own:
-        form["prompt"] = "alpaca"
-    elif needs_template and base.tokenizer.chat_template is None and "chat_template" not in own:
-        is_chatml = "<|im_end|>" in base.tokenizer.ids
-        form |= {"chat_template": "chatml", "end": "<|im_end|>"} if is_chatml else {"chat_template": "alpaca"}
-    data = _data({**reads, **form})
-    adapt(base.tokenizer, data.end, data.chat_template)
-    examples, times = _first(data)
-    times = count and count / max(1, len(examples)) if reads is not keys else times
-    _write_rows(scratch / "rows.jsonl", [example.fields for example in examples])
-    here = {"source": "jsonl", "path": str(scratch / "rows.jsonl"), "columns": {}, "cache_dir": str(scratch)}
-    return Sample({**keys, **form}, _data({**reads, **form, "eval_split": None, **here}), examples, times)
+        reads = {**keys, "source": "jsonl", "path": _write_rows(scratch / "hub.jsonl", rows), "split": None}
+    form = {} if "format" in own else _form(path, reads)
+    examples, times = _first(_data(reads | form))
+    if not examples:
+        raise DataError(f"--data={path}: no rows.")
+    keys, tokenizer = keys | form, base.tokenizer
+    has_chats = keys["format"] == "chat" or isinstance(examples[0].fields.get("prompt"), list)
+    if keys["format"] == "instruction":
+        keys = {"prompt": "alpaca"} | keys
+    elif has_chats and tokenizer.chat_template is None and "chat_template" not in own:
+        is_chatml = "<|im_end|>" in tokenizer.ids
+        keys |= {"chat_template": "chatml", "end": "<|im_end|>"} if is_chatml else {"chat_template": "alpaca"}
+    here = {"source": "jsonl", "path": _write_rows(scratch / "rows.jsonl", [each.fields for each in examples])}
+    here |= {"columns": {}, "split": None, "eval_split": None, "cache_dir": str(scratch), "long_rows": "skip"}
+    data = _data(keys | here)
+    adapt(tokenizer, data.end, data.chat_template)
+    items = renderer(data, tokenizer, stream=False)(examples)
+    if broken := next((item for item in items if isinstance(item, Broken)), None):
+        raise DataError(f"{broken.place}: {broken.problem}")
+    lengths = [len(cast(Rendered, item).ids) for item in items]
+    return Sample(keys, data, lengths, count and count / len(examples) if is_hub else times)
 
 
 def _data(keys: dict[str, Any]) -> Data:
     return make_config(data={key: value for key, value in keys.items() if value is not None}).data
 
 
-def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
 
 
 def _source(path: str) -> dict[str, Any]:
     """Return `source` and `path` of the config's data. Raises UsageError."""
-    place = Path(path)
-    if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
-        return {"source": "huggingface", "path": path}
-    if place.is_dir():
-        for source, pattern in reversed(EXAMPLES.items()):
-            if next(place.glob(pattern), None):
-                return {"source": source, "path": str(place / pattern)}
+    place, kinds = Path(path), {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".txt": "text"}
+    is_saved = (place / "state.json").is_file() or (place / "dataset_dict.json").is_file()
+    if place.is_dir() and not is_saved:
+        globs = ((source, str(place / pattern)) for source, pattern in reversed(EXAMPLES.items()))
+        for source, pattern in globs:
+            if glob(pattern, recursive=True):
+                return {"source": source, "path": pattern}
         raise UsageError(f"--data={path}: no .jsonl, .parquet or .txt file in this folder.")
-    kinds = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".txt": "text"}
     if kind := kinds.get(Path(re.sub(r"\.(gz|zst)$", "", path)).suffix):
         return {"source": kind, "path": path}
-    if place.exists() or not is_hub_id(re.sub(":[^@]+", "", path)):
-        raise UsageError(f"--data={path}: expected {QUESTIONS['data'].removeprefix('the data: ')}.")
-    return {"source": "huggingface", "path": path}
+    if is_saved or (not place.exists() and is_hub_id(re.sub(":[^@]+", "", path))):
+        return {"source": "huggingface", "path": path}
+    raise UsageError(f"--data={path}: expected {QUESTIONS['data'].removeprefix('the data: ')}.")
 
 
 def _form(path: str, keys: dict[str, Any]) -> dict[str, Any]:
     """Return format and columns of the first row. Raises DataError."""
-    problem = ""
+    problem = "there is none"
     for form, columns in FORMS if keys["source"] != "text" else FORMS[-1:]:
         try:
-            first = next(iter(open_source(_data({**keys, "format": form, "columns": columns})).read()), None)
+            first = next(iter(open_source(_data(keys | {"format": form, "columns": columns})).read()), None)
         except DataError as error:
             problem = str(error)
             continue
@@ -286,9 +293,9 @@ def _form(path: str, keys: dict[str, Any]) -> dict[str, Any]:
             if (form, columns) == PAIRS:
                 fix = "launch trains no preferences.\n  TRL's DPOTrainer does, sharded (docs/trainers.md)."
                 raise DataError(f"--data={path}: pairs of chosen and rejected answers: {fix}")
-            return {"format": form, **({"columns": columns} if columns else {})}
+            return {"format": form} | ({"columns": columns} if columns else {})
     raise DataError(
-        f"--data={path}: the first row has no known form: {problem or 'there is none.'}\n"
+        f"--data={path}: the first row has no known form: {problem.partition(chr(10))[0]}\n"
         "  Known: text; messages; prompt and completion; instruction and output. Or name the columns:\n"
         "  data.format=instruction data.columns='{instruction: NAME, output: NAME}'."
     )
@@ -301,18 +308,18 @@ def _first(data: Data) -> tuple[list[Example], float | None]:
         if isinstance(example, Broken):
             if data.on_error == "stop":
                 raise DataError(f"{example.place}: {example.problem}")
-            continue
-        if data.format == "text":
-            text = str(example.fields["text"])
-            example = replace(example, size=min(example.size, TEXT), fields={**example.fields, "text": text[:TEXT]})
-        examples.append(example)
-        size += example.size
-    if len(examples) < FIRST and data.source != "text":
+        elif data.format == "text":
+            cut = {**example.fields, "text": str(example.fields["text"])[:TEXT]}
+            examples.append(replace(example, size=min(example.size, TEXT), fields=cut))
+        else:
+            examples.append(example)
+        size += min(example.size, TEXT) if data.format == "text" else example.size
+    if len(examples) < FIRST and data.format != "text":
         return examples, 1.0
     return examples, source.total / size if source.total and size else None
 
 
-def _trains(word: str, base: Base) -> str:
+def _train(word: str, base: Base) -> str:
     if word not in ("all", "lora", "qlora"):
         raise UsageError(f"--train={word}: expected all, lora or qlora.")
     if base.scheme and word != "qlora":
@@ -324,8 +331,12 @@ def _target(text: str) -> Target:
     if text in ("here", "auto"):
         kind, _ = resolve("auto", "auto")
         if kind == "tpu":
-            raise UsageError(f"--devices={text}: name the slice, such as v6e-8: this host doesn't know all of it.")
-        text = "cpu:1" if kind == "cpu" else f"{_gpu()}:{count_devices(kind)}"
+            raise UsageError(f"--devices={text}: name the slice, as in v6e-8: a TPU VM may be a part of one.")
+        text = "cpu:1"
+        if kind == "cuda":
+            import torch
+
+            text = f"{torch.cuda.get_device_name()}:{count_devices(kind)}"
     try:
         target = parse_target(text)
     except ConfigError as error:
@@ -334,15 +345,12 @@ def _target(text: str) -> Target:
     return with_memory(target, host_memory_bytes() / target.devices / 2**30) if is_cpu else target
 
 
-def _gpu() -> str:
-    import torch
-
-    return torch.cuda.get_device_name()
-
-
-def _length(text: str, base: Base) -> int:
-    if not text.isdecimal() or not 2 <= int(text) <= base.positions:
-        raise UsageError(f"--length={text}: expected 2 to {base.positions} tokens (the model's positions).")
+def _length(text: str, base: Base, sample: Sample) -> int:
+    least = 2 if sample.is_text else min(sample.lengths)
+    most = min(base.positions, sum(sample.lengths) - 1 if sample.is_text else base.positions)
+    if not text.isdecimal() or not least <= int(text) <= most:
+        limits = "tokens of the shortest row, and positions of the model or tokens of the text"
+        raise UsageError(f"--length={text}: expected {least} to {most} ({limits}).")
     return int(text)
 
 
@@ -353,125 +361,102 @@ def _span(text: str) -> Settings:
     return {f"train.{match[2]}s": match[1]}
 
 
-# ------------------------------------------------------------------------------------------------------------ rows
-
-
 def _advised_length(sample: Sample, base: Base) -> tuple[int, str]:
-    """Return a length for these rows, and the reason. Raises DataError for a row that can't be rendered."""
-    from portable_fsdp.data.build import renderer
-
-    lengths: list[int] = []
-    for item in renderer(sample.data, base.tokenizer, stream=False)(sample.examples):
-        if isinstance(item, Broken):
-            raise DataError(f"{item.place}: {item.problem}")
-        lengths.append(len(item.ids))
-    if not lengths:
-        raise DataError("data: no row to train.")
+    """Return a length for these rows, and the reason."""
+    lengths = sorted(sample.lengths)
     if sample.is_text:
         total = int(sum(lengths) * (sample.times or 1))
         size = 2 ** int(math.log2(min(1024, max(total / 64, 16))))
-        return min(size, base.positions), f"about {total:,} tokens in all" if sample.times else "a usual length"
-    most = sorted(lengths)[math.ceil(0.99 * len(lengths)) - 1]
+        return min(size, base.positions), f"{total:,} tokens in all" if sample.times else "usual"
+    most = lengths[math.ceil(0.99 * len(lengths)) - 1]
     size = max(16, 2 ** math.ceil(math.log2(most))) if most <= 128 else math.ceil(most / 128) * 128
     return min(size, base.positions), f"99% of the first {len(lengths)} rows have at most {most} tokens"
 
 
-def _rows(sample: Sample, base: Base, length: int, scratch: Path) -> float | None:
+def _rows(sample: Sample, base: Base, length: int) -> float | None:
     """Print a row as it would be trained; return the number of all rows (None: unknown)."""
     from portable_fsdp.data.build import CONTEXT, COUNTS, build_data, rows_in_text
 
-    model = Model(pretrained=str(base.folder))
-    keys = {"seq_len": length, "long_rows": "skip"}
-    one = sample.data.model_copy(update={**keys, "packing": "stream" if sample.is_text else "none"})
-    lines = list(rows_in_text(build_data(one, model), 0, 1))
-    more = [f"  ({len(lines) - SHOWN} more lines)"] if len(lines) > SHOWN else []
+    model, data = Model(pretrained=str(base.folder)), sample.data.model_copy(update={"seq_len": length})
+    one = build_data(data if sample.is_text else data.model_copy(update={"packing": "none"}), model)
+    lines = list(rows_in_text(one, 0, 1))
+    lines[SHOWN:] = [f"  ({len(lines) - SHOWN} more lines)"] if len(lines) > SHOWN else []
     legend = f"a row as it is trained; tokens that count in the loss follow `{COUNTS}`, all others `{CONTEXT}`:"
-    to_stdout("\n".join([legend, *lines[:SHOWN], *more]))
-    rows = len(build_data(sample.data.model_copy(update=keys), model).rows)
-    return rows * sample.times if sample.times else None
+    to_stdout("\n".join([legend, *lines, ""]))
+    return sample.times and len(build_data(data, model).rows) * sample.times
 
 
 # ---------------------------------------------------------------------------------------------------------- config
 
 
-def _entries(
-    out: Path,
-    base: Base,
-    sample: Sample,
-    trains: str,
-    target: Target,
-    length: tuple[int, str],
-    span: Settings,
-    rows: float | None,
-) -> Entries:
-    kind, adapts, devices = target.hardware.kind, trains != "all", target.devices
+def _entries(answers: Answers, out: Path) -> Entries:
+    base, sample, train, target, length, why, span, rows = answers
+    kind, adapts, devices = target.hardware.kind, train != "all", target.devices
     share = min(64, max(8, 2 ** int(math.log2(max(1, (rows or 10_000) / 50)))))
-    on = f"{devices} device{'s' * (devices > 1)}"
+    reasons = {"prompt": "Alpaca's text around each row", "chat_template": "the tokenizer has none"}
+    reasons |= {"format": "found in the first row", "columns": "found there", "end": "ends a turn of this template"}
     entries: Entries = {
-        "run.dir": (f"runs/{out.stem}", "all output; start again with the same one to resume"),
-        "model.pretrained": (base.name, "as answered"),
-        "data.seq_len": length,
-        "train.global_batch": (math.ceil(share / devices) * devices, f"rows of a step, equal on {on}"),
+        "run.dir": (f"runs/{out.stem}", "all output; a start with the same one resumes"),
+        "model.pretrained": (base.name, "--model"),
+        **{f"data.{key}": (value, reasons.get(key, "--data")) for key, value in sample.keys.items()},
+        "data.seq_len": (length, why),
+        **{name: (parse(value)[1], "--for") for name, value in span.items()},
+        "train.global_batch": (math.ceil(share / devices) * devices, f"rows of a step, over {target.text}"),
         "train.micro_batch": ("auto", ""),
-        "optim.lr": (2e-4 if adapts else 1e-5, "usual for adapters" if adapts else "usual to fine-tune all weights"),
+        "optim.lr": (2e-4 if adapts else 1e-5, "usual for adapters" if adapts else "usual for all weights"),
         "optim.weight_decay": (0.0, "usual for fine-tuning"),
         "optim.warmup_steps": ("5%", "of all steps"),
-        "sharding.strategy": ("FULL_SHARD" if devices > 1 else "NO_SHARD", f"on {on}"),
-        "precision.compute": ("float32", "bfloat16 is slow on CPUs")
-        if kind == "cpu"
-        else ("bfloat16", "fast on this hardware; weights that train stay float32"),
+        "sharding.strategy": ("FULL_SHARD", "the least memory") if devices > 1 else ("NO_SHARD", "one device"),
+        "precision.compute": ("bfloat16", "fast here; weights that train stay float32"),
         "memory.gradient_checkpointing": ("auto", ""),
         "checkpoint.every": ("25%", "of all steps"),
-        "checkpoint.keep": (2, "the newest, and the best"),
-        "checkpoint.export": (True, "at the end, to runs/NAME/export, for from_pretrained"),
+        "checkpoint.keep": (2, "the newest"),
+        "checkpoint.export": (True, "to export in run.dir, for from_pretrained"),
     }
-    entries |= {name: (parse(value)[1], "as answered") for name, value in span.items()}
-    why = {"chat_template": "the tokenizer has none", "prompt": "Alpaca's text around each row"}
-    why |= {"format": "found in the first row", "end": "ends a turn of this template"}
-    entries |= {f"data.{key}": (value, why.get(key, "as answered")) for key, value in sample.keys.items()}
     if not sample.is_text:
-        entries["data.long_rows"] = ("skip", "leaves out rows longer than seq_len; or: cut, stop")
-        entries["data.packing"] = ("documents", "several chats or answers share a row, and none sees another")
+        entries["data.packing"] = ("documents", "several share a row, and none sees another")
+        entries["data.long_rows"] = ("skip", "leaves out what is longer than seq_len; or cut, stop")
     if adapts:
         lora = {"r": 16, "alpha": 32, "dropout": 0.05, "targets": ["all-linear"]}
-        entries["model.lora"] = (lora, "only adapters of all linear layers train")
-    if trains == "qlora":
-        entries["precision.frozen"] = (base.scheme or "nf4", "the base rests in this form, and is frozen")
-    elif adapts and kind != "cpu":
+        entries["model.lora"] = (lora, f"--train={train}: adapters of all linear layers")
         entries["precision.frozen"] = ("bfloat16", "the base; adapters stay float32")
-    if rows and rows >= 200 and sample.times and sample.times * len(sample.examples) >= 200:
-        entries["data.eval_split"] = ("5%" if rows < 20_000 else "1%", "of the data, held out")
+    if train == "qlora":
+        entries["precision.frozen"] = (base.scheme or "nf4", "the base; adapters stay float32")
+    if kind == "cpu":
+        entries["precision.compute"] = ("float32", "bfloat16 is slow on CPUs")
+        entries |= {"precision.frozen": ("float32", "as compute")} if train == "lora" else {}
+    if rows and sample.times and min(rows, sample.times * len(sample.lengths)) >= 200:
+        entries["data.eval_split"] = ("5%" if rows < 20_000 else "1%", "held out")
         entries["train.eval_every"] = ("25%", "of all steps")
     return entries | ({"compile.enabled": ("auto", "")} if kind == "cuda" else {})
 
 
 def _text(entries: Entries) -> str:
-    lines = ["# Written by portable-fsdp init; docs/configuration.md has all keys."]
+    lines = ["# Written by portable-fsdp init. All keys: docs/configuration.md"]
     for section in Config.model_fields:
         keys = {name.partition(".")[2]: entry for name, entry in entries.items() if name.startswith(f"{section}.")}
-        lines += ["", f"{section}:"] if keys else []
+        lines += ["", f"{section}:"] * bool(keys)
         lines += [f"  {key}: {yaml_value(value)}{f'  # {why}' if why else ''}" for key, (value, why) in keys.items()]
     return "\n".join(lines) + "\n"
 
 
 def _fitted(
-    entries: Entries, own: Collection[str], base: Base, target: Target, worker: Worker, scratch: Path
+    entries: Entries, given: Entries, answers: Answers, worker: Worker, path: Path
 ) -> tuple[Config, Plan, Entries]:
-    """Return the config, its plan, and the entries without `auto`. Raises ConfigError if nothing fits."""
-    path = scratch / "run.yaml"
-    bare = ["model.pretrained=null", f"model.architecture={yaml_value(str(base.folder))}", "checkpoint.export=false"]
-    bare += ["model.dropout=published"] * ("model.dropout" not in own)  # plans need no weights
+    """Return the config, its plan, and the entries without `auto`; `path`: of a scratch file. Raises ConfigError."""
+    target, is_gpu = answers.target, answers.target.hardware.kind == "cuda"
+    bare = {"model.pretrained": "null", "model.architecture": yaml_value(str(answers.base.folder))}  # without weights
+    bare |= {"checkpoint.export": "false"} | ({} if "model.dropout" in given else {"model.dropout": "published"})
 
     def config_of(settings: Settings) -> Config:
-        return load_config(path, [*bare, *(f"{key}={value}" for key, value in settings.items())])
+        return load_config(path, [f"{key}={value}" for key, value in (bare | settings).items()])
 
     def plan_of(settings: Settings) -> Plan:
         return planner.make_plan(config_of(settings), target, worker, to_stderr)
 
     errors: list[UsageError] = []
     for more in _alternatives(target):
-        tries = entries | {key: entry for key, entry in more.items() if key not in own}
-        path.write_text(_text(tries), encoding="utf-8")
+        path.write_text(_text(entries | more | given), encoding="utf-8")
         try:
             tried = planner.fastest_that_fits(config_of({}), target, plan_of, worker, to_stderr)
             break
@@ -479,20 +464,25 @@ def _fitted(
             errors.append(error)
     else:
         raise errors[0]
-    plan = cast(Plan, tried.plan)
     if not tried.fits:
-        raise _too_large(plan, tried, config_of, plan_of, target)
-    memory = f"{plan.memory.peak_bytes / 2**30:.2f} of {(plan.memory.limit_bytes or 0) / 2**30:.2f} GiB"
-    chosen = {
-        key: (parse(value)[1], f"the fastest that fits by plan: {memory}") for key, value in tried.settings.items()
-    }
-    path.write_text(_text(tries | chosen), encoding="utf-8")
-    config, hardware = load_config(path), target.hardware
+        least = config_of(tried.settings)
+        measures = planner.nearest_that_fits(least, lambda more: plan_of(tried.settings | more), offload=is_gpu)
+        nearest = result.measures_text([tried, *measures])
+        raise ConfigError(
+            f"nothing fits on {target.in_words}.\n  {nearest}\n  Answer more devices, a shorter --length, --train=lora "
+            "or qlora, or give keys that fit."
+        )
+    plan, hardware = cast(Plan, tried.plan), target.hardware
+    why = f"the fastest that fits, by plan: {_memory(plan)}"
+    chosen = {key: (parse(value)[1], why) for key, value in tried.settings.items()}
+    entries = entries | more | given | chosen
+    path.write_text(_text(entries), encoding="utf-8")
+    config = load_config(path)
     if config.train.steps is not None:
         check_schedule(config.optim, config.train.steps)
     generation = hardware.name if hardware.kind == "tpu" else ""
     require_supported(config, Deployment(plan.backend, hardware.kind, target.devices, target.hosts, generation))
-    return config, plan, tries | chosen
+    return config, plan, entries
 
 
 def _alternatives(target: Target) -> Iterator[Entries]:
@@ -503,48 +493,30 @@ def _alternatives(target: Target) -> Iterator[Entries]:
         yield from (more, more | apart)
 
 
-def _too_large(
-    plan: Plan,
-    tried: Tried,
-    config_of: Callable[[Settings], Config],
-    plan_of: Callable[[Settings], Plan],
-    target: Target,
-) -> ConfigError:
-    """Return the error that says what comes nearest to fitting."""
-    least, is_gpu = config_of(tried.settings), target.hardware.kind == "cuda"
-    measures = list(planner.nearest_that_fits(least, lambda more: plan_of(tried.settings | more), offload=is_gpu))
-    nearest = result.measures_text(measures) if measures else f"The least: {tried.line}."
-    return ConfigError(
-        f"nothing fits on {plan.hardware}.\n  {nearest}\n  Answer more devices, a shorter --length, --train=lora or "
-        "qlora; or give the keys above."
-    )
+def _memory(plan: Plan) -> str:
+    return f"{plan.memory.peak_bytes / 2**30:.2f} of {(plan.memory.limit_bytes or 0) / 2**30:.2f} GiB"
 
 
-def _summary(out: Path, config: Config, plan: Plan, target: Target, rows: float | None) -> Iterator[str]:
-    memory, train, seconds = plan.memory, config.train, plan.expected and plan.expected.seconds
-    steps = train.steps or (rows and math.ceil((train.epochs or 0) * rows / train.global_batch))
-    yield f"wrote {out}, planned for {plan.hardware}"
-    yield f"memory of a device: {memory.peak_bytes / 2**30:.2f} of {(memory.limit_bytes or 0) / 2**30:.2f} GiB"
-    length = f"{'' if train.steps else 'about '}{steps:,} steps" if steps else "an unknown number of steps"
-    if seconds is None:
-        yield f"time: unknown for {length}: {plan.expected_note}"
+def _summary(out: Path, config: Config, plan: Plan, answers: Answers) -> Iterator[str]:
+    train, target, kind = config.train, answers.target, answers.target.hardware.kind
+    steps = train.steps or (answers.rows and math.ceil((train.epochs or 0) * answers.rows / train.global_batch))
+    count = f"{'' if train.steps else 'about '}{steps:,} steps" if steps else "an unknown number of steps"
+    yield f"wrote {out} for {target.in_words}"
+    yield f"memory of a device, by plan: {_memory(plan)}"
+    if plan.expected is None:
+        yield f"time: unknown for {count}: {plan.expected_note}"
     else:
-        total = f", {seconds * steps / 60:,.1f} minutes in all" if steps else ""
-        yield f"time: {seconds:.3g} s a step by plan, {length}{total}"
-    kind, each = target.hardware.kind, target.devices_per_host
-    flags = f"--device={kind} --config={out}"
-    torchrun = (
-        f"torchrun --nnodes={target.hosts} --nproc_per_node={each} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"
-    )
-    where = f" on each of {target.hosts} hosts" if target.hosts > 1 else ""
-    yield f"start it{where}:"
+        minutes = plan.expected.seconds * (steps or 0) / 60
+        total = f"{minutes / 60:,.1f} hours" if minutes > 120 else f"{minutes:,.1f} minutes"
+        yield f"time, by plan: {plan.expected.seconds:.3g} s a step, {count}{f', {total}' * bool(steps)}"
+    yield "start it:" if target.hosts == 1 else f"start it on each of the {target.hosts} hosts:"
+    flags, each = f"--device={kind} --config={out}", target.devices_per_host
     if kind == "cuda" and target.devices > 1:
-        torchrun = torchrun if target.hosts > 1 else f"torchrun --standalone --nproc_per_node={each}"
-        yield f"  {torchrun} -m portable_fsdp.launch {flags}"
+        meet = f"--nnodes={target.hosts} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"
+        words = f"{'--standalone' if target.hosts == 1 else meet} --nproc_per_node={each}"
+        yield f"  torchrun {words} -m portable_fsdp.launch {flags}"
     else:
-        yield f"  portable-fsdp launch {flags}" + (
-            f" --num_devices={each}" if kind == "cuda" or (kind == "cpu" and each > 1) else ""
-        )
+        yield f"  portable-fsdp launch {flags}{f' --num_devices={each}' * (kind != 'tpu')}"
 
 
 if __name__ == "__main__":
