@@ -35,7 +35,7 @@ from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.command import CommandParser, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError, DataError, PortableFSDPError, UsageError
 from portable_fsdp.runtime.host import host_memory_bytes
-from portable_fsdp.runtime.hub import CONFIG_FILES, TOKENIZER_FILES, is_hub_id, local_folder
+from portable_fsdp.runtime.hub import CONFIG_FILES, TOKENIZER_FILES, before_transformers, is_hub_id, local_folder
 from portable_fsdp.runtime.signals import exit_on_signals
 
 if TYPE_CHECKING:
@@ -202,6 +202,7 @@ def _allow(options: argparse.Namespace, flag: str, what: str) -> None:
 
 
 def _base(options: argparse.Namespace, name: str) -> Base:
+    before_transformers()
     from portable_fsdp.data.tokenize import load_tokenizer
     from portable_fsdp.models.architecture import architecture_mapping, read_architecture
     from portable_fsdp.models.pretrained import open_pretrained
@@ -266,10 +267,9 @@ def _source(path: str) -> dict[str, Any]:
     place, kinds = Path(path), {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".txt": "text"}
     is_saved = (place / "state.json").is_file() or (place / "dataset_dict.json").is_file()
     if place.is_dir() and not is_saved:
-        globs = ((source, str(place / pattern)) for source, pattern in reversed(EXAMPLES.items()))
-        for source, pattern in globs:
-            if glob(pattern, recursive=True):
-                return {"source": source, "path": pattern}
+        for source, pattern in reversed(EXAMPLES.items()):
+            if glob(str(place / pattern), recursive=True):
+                return {"source": source, "path": str(place / pattern)}
         raise UsageError(f"--data={path}: no .jsonl, .parquet or .txt file in this folder.")
     if kind := kinds.get(Path(re.sub(r"\.(gz|zst)$", "", path)).suffix):
         return {"source": kind, "path": path}
@@ -302,21 +302,20 @@ def _form(path: str, keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first(data: Data) -> tuple[list[Example], float | None]:
-    """Read the first rows; also return how many times as many there are in all."""
+    """Read the first rows; also return how many times as many there are in all (None: unknown)."""
     source, examples, size = open_source(data), list[Example](), 0
     for example in islice(source.read(), FIRST):
         if isinstance(example, Broken):
             if data.on_error == "stop":
                 raise DataError(f"{example.place}: {example.problem}")
-        elif data.format == "text":
+            continue
+        if data.format == "text":
             cut = {**example.fields, "text": str(example.fields["text"])[:TEXT]}
-            examples.append(replace(example, size=min(example.size, TEXT), fields=cut))
-        else:
-            examples.append(example)
-        size += min(example.size, TEXT) if data.format == "text" else example.size
-    if len(examples) < FIRST and data.format != "text":
-        return examples, 1.0
-    return examples, source.total / size if source.total and size else None
+            example = replace(example, size=min(example.size, TEXT), fields=cut)
+        examples.append(example)
+        size += example.size
+    is_all = len(examples) < FIRST and data.format != "text"
+    return examples, 1.0 if is_all else source.total / size if source.total and size else None
 
 
 def _train(word: str, base: Base) -> str:
@@ -454,8 +453,11 @@ def _fitted(
     def plan_of(settings: Settings) -> Plan:
         return planner.make_plan(config_of(settings), target, worker, to_stderr)
 
+    # Not all models keep packed rows apart, or have layers that scan.
+    apart: Entries = {"data.packing": ("none", "this model can't keep several in a row apart")}
+    scan: Entries = {"compile.scan_layers": (True, "compiles one layer instead of all")}
     errors: list[UsageError] = []
-    for more in _alternatives(target):
+    for more in ([scan, scan | apart] if target.hardware.kind == "tpu" else []) + [{}, apart]:
         path.write_text(_text(entries | more | given), encoding="utf-8")
         try:
             tried = planner.fastest_that_fits(config_of({}), target, plan_of, worker, to_stderr)
@@ -483,14 +485,6 @@ def _fitted(
     generation = hardware.name if hardware.kind == "tpu" else ""
     require_supported(config, Deployment(plan.backend, hardware.kind, target.devices, target.hosts, generation))
     return config, plan, entries
-
-
-def _alternatives(target: Target) -> Iterator[Entries]:
-    """Yield entries to try, the usual first: not all models keep packed rows apart, or have layers that scan."""
-    apart: Entries = {"data.packing": ("none", "this model can't keep several in a row apart")}
-    scan: Entries = {"compile.scan_layers": (True, "compiles one layer instead of all")}
-    for more in [scan, {}] if target.hardware.kind == "tpu" else [{}]:
-        yield from (more, more | apart)
 
 
 def _memory(plan: Plan) -> str:
