@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -99,7 +100,7 @@ def main(argv: list[str]) -> int:
     return run_command(_parser(), argv, init)
 
 
-class Base(NamedTuple):
+class OpenedModel(NamedTuple):
     """The model to start from."""
 
     name: str
@@ -122,8 +123,10 @@ class Sample(NamedTuple):
         return self.data.format == "text"
 
 
-class Answers(NamedTuple):
-    base: Base
+class Choices(NamedTuple):
+    """The answers, and what follows from them."""
+
+    base: OpenedModel
     sample: Sample
     train: str
     target: Target
@@ -148,7 +151,7 @@ def _init(options: argparse.Namespace, worker: Worker, scratch: Path) -> None:
     is_small = not sample.is_text and (sample.times or math.inf) * len(sample.lengths) < 10_000
     span = _answer(options, "for", "3 epochs" if is_small else "1 epoch", _span)
     rows = _rows(sample, base, length)
-    answers = Answers(base, sample, train, target, length, why if length == advised else "--length", span, rows)
+    answers = Choices(base, sample, train, target, length, why if length == advised else "--length", span, rows)
     given: Entries = {f"{name}.{key}": (value, "as given") for name in own for key, value in own[name].items()}
     config, plan, entries = _fitted(_entries(answers, out), given, answers, worker, scratch / out.name)
     with out.open("x", encoding="utf-8") as file:
@@ -201,7 +204,7 @@ def _allow(options: argparse.Namespace, flag: str, what: str) -> None:
         raise UsageError(f"{flag}: not on this host, and not downloaded; name a local folder.")
 
 
-def _base(options: argparse.Namespace, name: str) -> Base:
+def _base(options: argparse.Namespace, name: str) -> OpenedModel:
     before_transformers()
     from portable_fsdp.data.tokenize import load_tokenizer
     from portable_fsdp.models.architecture import architecture_mapping, read_architecture
@@ -217,10 +220,10 @@ def _base(options: argparse.Namespace, name: str) -> Base:
         raise UsageError(f"--model={name}: its weights are quantised; name the unquantised model, or a local folder.")
     config = read_architecture(str(folder), logs=False)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
-    return Base(name, folder, positions, scheme, load_tokenizer("auto", str(folder)))
+    return OpenedModel(name, folder, positions, scheme, load_tokenizer("auto", str(folder)))
 
 
-def _sample(options: argparse.Namespace, path: str, own: dict[str, Any], base: Base, scratch: Path) -> Sample:
+def _sample(options: argparse.Namespace, path: str, own: dict[str, Any], base: OpenedModel, scratch: Path) -> Sample:
     """Open the data, find the form of its rows, and tokenize the first ones. `own`: the user's keys of the section."""
     from portable_fsdp.data.build import renderer
     from portable_fsdp.data.templates import adapt
@@ -318,7 +321,7 @@ def _first(data: Data) -> tuple[list[Example], float | None]:
     return examples, 1.0 if is_all else source.total / size if source.total and size else None
 
 
-def _train(word: str, base: Base) -> str:
+def _train(word: str, base: OpenedModel) -> str:
     if word not in ("all", "lora", "qlora"):
         raise UsageError(f"--train={word}: expected all, lora or qlora.")
     if base.scheme and word != "qlora":
@@ -344,7 +347,7 @@ def _target(text: str) -> Target:
     return with_memory(target, host_memory_bytes() / target.devices / 2**30) if is_cpu else target
 
 
-def _length(text: str, base: Base, sample: Sample) -> int:
+def _length(text: str, base: OpenedModel, sample: Sample) -> int:
     least = 2 if sample.is_text else min(sample.lengths)
     most = min(base.positions, sum(sample.lengths) - 1 if sample.is_text else base.positions)
     if not text.isdecimal() or not least <= int(text) <= most:
@@ -360,7 +363,7 @@ def _span(text: str) -> Settings:
     return {f"train.{match[2]}s": match[1]}
 
 
-def _advised_length(sample: Sample, base: Base) -> tuple[int, str]:
+def _advised_length(sample: Sample, base: OpenedModel) -> tuple[int, str]:
     """Return a length for these rows, and the reason."""
     lengths = sorted(sample.lengths)
     if sample.is_text:
@@ -372,7 +375,7 @@ def _advised_length(sample: Sample, base: Base) -> tuple[int, str]:
     return min(size, base.positions), f"99% of the first {len(lengths)} rows have at most {most} tokens"
 
 
-def _rows(sample: Sample, base: Base, length: int) -> float | None:
+def _rows(sample: Sample, base: OpenedModel, length: int) -> float | None:
     """Print a row as it would be trained; return the number of all rows (None: unknown)."""
     from portable_fsdp.data.build import CONTEXT, COUNTS, build_data, rows_in_text
 
@@ -388,7 +391,7 @@ def _rows(sample: Sample, base: Base, length: int) -> float | None:
 # ---------------------------------------------------------------------------------------------------------- config
 
 
-def _entries(answers: Answers, out: Path) -> Entries:
+def _entries(answers: Choices, out: Path) -> Entries:
     base, sample, train, target, length, why, span, rows = answers
     kind, adapts, devices = target.hardware.kind, train != "all", target.devices
     share = min(64, max(8, 2 ** int(math.log2(max(1, (rows or 10_000) / 50)))))
@@ -440,7 +443,7 @@ def _text(entries: Entries) -> str:
 
 
 def _fitted(
-    entries: Entries, given: Entries, answers: Answers, worker: Worker, path: Path
+    entries: Entries, given: Entries, answers: Choices, worker: Worker, path: Path
 ) -> tuple[Config, Plan, Entries]:
     """Return the config, its plan, and the entries without `auto`; `path`: of a scratch file. Raises ConfigError."""
     target, is_gpu = answers.target, answers.target.hardware.kind == "cuda"
@@ -457,7 +460,8 @@ def _fitted(
     apart: Entries = {"data.packing": ("none", "this model can't keep several in a row apart")}
     scan: Entries = {"compile.scan_layers": (True, "compiles one layer instead of all")}
     errors: list[UsageError] = []
-    for more in ([scan, scan | apart] if target.hardware.kind == "tpu" else []) + [{}, apart]:
+    tries: list[Entries] = [{}] if answers.sample.is_text else [{}, apart]
+    for more in [*(scan | each for each in tries if target.hardware.kind == "tpu"), *tries]:
         path.write_text(_text(entries | more | given), encoding="utf-8")
         try:
             tried = planner.fastest_that_fits(config_of({}), target, plan_of, worker, to_stderr)
@@ -491,7 +495,7 @@ def _memory(plan: Plan) -> str:
     return f"{plan.memory.peak_bytes / 2**30:.2f} of {(plan.memory.limit_bytes or 0) / 2**30:.2f} GiB"
 
 
-def _summary(out: Path, config: Config, plan: Plan, answers: Answers) -> Iterator[str]:
+def _summary(out: Path, config: Config, plan: Plan, answers: Choices) -> Iterator[str]:
     train, target, kind = config.train, answers.target, answers.target.hardware.kind
     steps = train.steps or (answers.rows and math.ceil((train.epochs or 0) * answers.rows / train.global_batch))
     count = f"{'' if train.steps else 'about '}{steps:,} steps" if steps else "an unknown number of steps"
@@ -504,7 +508,7 @@ def _summary(out: Path, config: Config, plan: Plan, answers: Answers) -> Iterato
         total = f"{minutes / 60:,.1f} hours" if minutes > 120 else f"{minutes:,.1f} minutes"
         yield f"time, by plan: {plan.expected.seconds:.3g} s a step, {count}{f', {total}' * bool(steps)}"
     yield "start it:" if target.hosts == 1 else f"start it on each of the {target.hosts} hosts:"
-    flags, each = f"--device={kind} --config={out}", target.devices_per_host
+    flags, each = f"--device={kind} --config={shlex.quote(str(out))}", target.devices_per_host
     if kind == "cuda" and target.devices > 1:
         meet = f"--nnodes={target.hosts} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"
         words = f"{'--standalone' if target.hosts == 1 else meet} --nproc_per_node={each}"

@@ -16,6 +16,7 @@ from typing import Any
 import datasets
 import pytest
 from cli import finish, losses
+from documented import ROOT, commands
 from hub_server import Hub, serve
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
@@ -29,6 +30,7 @@ from portable_fsdp.data.templates import TEMPLATES
 from portable_fsdp.plan.target import parse_target
 
 CTRL_C = "\x03"
+PAGE = ROOT / "docs/fine_tuning.md"
 COMMAND = [sys.executable, "-m", "portable_fsdp.init"]
 SIZES: dict[str, Any] = {
     **{"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16},
@@ -107,7 +109,7 @@ CASES = [
         [*MODELS][5 if number % 15 == 0 else number % 5],
         [*ROWS, "broken", "saved", "table"][number % 13],
         ("all", "lora", "qlora")[number % 3],
-        ("cpu:1", "h100:8", "cpu:2", "l4:1", "v6e-8")[number // 2 % 5],
+        ("cpu:1", "l4:1", "cpu:2", "h100:8", "cpu:4", "l4:1", "v6e-8", "cpu:2", "cpu:4", "cpu:1")[number // 2 % 10],
         ("", "--length=256", "--length=512", "--length=4096")[number // 7 % 4],
     )
     for number in range(60)
@@ -122,6 +124,7 @@ def test_answers_become_a_config_that_fits_or_a_sentence(
     model, data, train, devices, length = case
     monkeypatch.chdir(tmp_path)
     words = [f"--train={train}", f"--devices={devices}", *filter(None, [length])]
+    words += ["compile.enabled=false"] * (devices == "l4:1")  # the others try it
     code = init.main(answers(world, model, data, *words))
     out, err = capsys.readouterr()
     expected = REFUSED.get(model) or REFUSED.get(data) or ("--length=4096: " if length.endswith("4096") else "")
@@ -139,8 +142,14 @@ def test_answers_become_a_config_that_fits_or_a_sentence(
 
 
 def test_the_printed_line_trains_what_was_written(world: Path, tmp_path: Path) -> None:
-    words = answers(world, "qwen3", "chat", "--train=lora", "--devices=cpu:2", "--for=2steps", "optim.lr=1e-2")
-    printed = finish([*COMMAND, *words], tmp_path).out
+    """By the page's own command, with another place and length."""
+    [command] = [each for each in commands(PAGE.read_text(), PAGE.name) if "portable_fsdp.init" in each.words]
+    ours = [*answers(world, "qwen3", "chat"), "--devices=cpu:2", "--for=2 steps"]
+    flags = [
+        next((flag for flag in ours if flag.startswith(word.partition("=")[0])), word) for word in command.words[3:]
+    ]
+    assert len({*flags} & {*ours}) == 4
+    printed = finish([*COMMAND, *flags, "optim.lr=1e-2"], tmp_path).out
     config = accepted(tmp_path / "run.yaml", "cpu:2")
     assert (config.data.chat_template, config.data.format, config.optim.lr) == ("alpaca", "chat", 1e-2)
     assert "\n+ A statement.</s>\n" in printed
