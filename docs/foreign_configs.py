@@ -39,6 +39,7 @@ python -m portable_fsdp.explain --config=tests/convert/recipes/trl_sft.yaml --nu
   Several datasets become a mixture with all rows of each. A named template is ours (chatml, llama3, gemma, phi_3,
   alpaca), or the tokenizer's own, if it renders a few chats as axolotl's does.
 - TRL sees from the first row whether rows are texts, prompts or chats. Here you say it: `data.format`.
+- `test_datasets` holds one file, or split of the dataset that trains, with rows in the same form.
 - Where axolotl holds out the last rows, a share is chosen by hash. Epochs end with whole batches.
 - Names in a multimodal base (`model.language_model.layers`) find the layers of its text, which trains alone
   ([how](pretrained.md#the-text-of-a-multimodal-model)).

@@ -16,6 +16,7 @@ from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, UsageError
 
 COMMANDS = {
     "launch": "train a model; rerun to resume",
+    "init": "write a first config that fits, by six questions",
     "explain": "show what each engine does with each option of a config, and where its value comes from",
     "plan": "estimate memory and time on hardware that you don't have",
     "checkpoint": "list, show, verify, diff, export and import checkpoints",

@@ -52,6 +52,7 @@ FLAGS = {
 }
 STRICT = "fail if launch would refuse the config before reading data, model and folders; needs --device, --config"
 WIDTH = 120
+NOT_OF_ROWS = ("data.cache_dir", "data.workers")
 
 Answers = dict[str, dict[Verdict, list[str]]]
 """Option -> verdict -> the engines with this verdict."""
@@ -131,16 +132,26 @@ def _rows(options: argparse.Namespace) -> str:
         raise ConfigError("--rows: needs --config, and no --json, --strict or --write.")
     configure_log(0)  # the log names columns that are left out
     devices = number_of("num_devices", options.num_devices) or 1  # rows don't depend on them
-    config = read_config(options.config, options.words, options.imports, os.environ, devices=devices).config
-    config, problem = fit_packing(config)
+    loaded = read_config(options.config, options.words, options.imports, os.environ, devices=devices)
+    config, problem = fit_packing(loaded.config)
     corpus = build_data(config.data, config.model)
-    remark = (
-        [f"{problem}. Each row holds one document: {padding_in_words(corpus.rows, config.run.seed)}."]
-        if problem
-        else []
-    )
+    keys = [line for option in _keys_of_rows(loaded) for line in _value_and_origin(option, loaded)]
     legend = f"Tokens that count in the loss follow `{COUNTS}`, all others `{CONTEXT}`."
-    return "\n".join([*remark, legend, *rows_in_text(corpus, config.run.seed, options.rows)])
+    if problem:
+        keys += ["", f"{problem}. Each row holds one document: {padding_in_words(corpus.rows, config.run.seed)}."]
+    return "\n".join([*keys, "", legend, *rows_in_text(corpus, config.run.seed, options.rows)])
+
+
+def _keys_of_rows(loaded: Loaded) -> Iterator[str]:
+    """Yield the options that shape the rows: those that are set, and those that always do."""
+    data, always = loaded.config.data, ["data.seq_len", "data.packing", "data.tokenizer"]
+    always += [] if data.mixture else ["data.source", "data.format"]
+    of_tokenizer = ("model.pretrained", "model.gguf_file") if data.tokenizer == "auto" else ()
+    for option in option_names():
+        is_of_rows = option in (*of_tokenizer, "run.seed") or option.startswith("data.")
+        is_set = option in loaded.origins and is_of_rows and option not in NOT_OF_ROWS
+        if is_set or (option in always and not data.factory):
+            yield option
 
 
 def _answers(options: tuple[str, ...], deployments: Sequence[Deployment], loaded: Loaded | None) -> Answers:

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from torch.utils.data import default_collate
 
 import portable_fsdp
-from portable_fsdp import doctor, explain, launch, sample
+from portable_fsdp import doctor, explain, init, launch, sample
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import ENGINES, engines_on, require_names, spec_of, usual_engine
 from portable_fsdp.backends.refusals import Deployment, verdicts
@@ -50,7 +50,7 @@ def text_of(name: str) -> str:
     return (DOCS / name).read_text(encoding="utf-8")
 
 
-PARSED = {f"portable_fsdp.{m.__name__.split('.')[1]}": m._parser for m in (doctor, checkpoint, sample, report)}
+PARSED = {f"portable_fsdp.{m.__name__.split('.')[1]}": m._parser for m in (doctor, checkpoint, sample, report, init)}
 TARGETS = "|".join(re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE))
 JOBSETS = {yaml.safe_load(file.read_text())["metadata"]["name"] for file in ROOT.glob("launch/gke_*.yaml")}
 # The other commands; a file of ours in them must exist.

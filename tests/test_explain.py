@@ -83,16 +83,29 @@ def test_what_is_refused_and_set_comes_first_and_the_rest_on_request(capsys: pyt
 def test_rows_as_they_are_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.jsonl").write_text('{"prompt": "What is 2 plus 2?", "completion": " It is 4."}\n')
     config = tmp_path / "run.yaml"
-    data = f"source: jsonl, path: {tmp_path}/mine.jsonl, format: prompt_completion, tokenizer: bytes, seq_len: 32"
+    data = f"source: jsonl, path: {tmp_path}/mine.jsonl, format: prompt_completion, tokenizer: bytes"
     config.write_text(f"data: {{{data}}}\nmodel: {{pretrained: none}}\ntrain: {{steps: 1}}\n")
-    assert explain.main([f"--config={config}", "--rows=2"]) == 0
+    assert explain.main([f"--config={config}", "--rows=2", "data.seq_len=32", "data.cache_dir=null"]) == 0
     out, err = capsys.readouterr()
-    assert out.splitlines()[1:] == [
+    keys, _, rows = out.partition("\n\n")
+    assert keys.replace(str(tmp_path), "").replace("\n  #", "  #").splitlines() == [
+        "data.source = jsonl  # /run.yaml:1",
+        "data.path = /mine.jsonl  # /run.yaml:1",
+        "data.format = prompt_completion  # /run.yaml:1",
+        "data.tokenizer = bytes  # /run.yaml:1",
+        "data.seq_len = 32  # override 'data.seq_len=32'",
+        "data.packing = auto  # default",
+    ]
+    assert rows.splitlines()[1:] == [
         "row 1 (index 0 of 1): 32 tokens, 10 count, 1 document(s), 5 padding",
         "  What is 2 plus 2?",
         "+  It is 4.<NUL>",
     ]
     assert f"data: training: 1 document of {tmp_path}/mine.jsonl in 1 rows of 32 tokens; 31% of tokens count" in err
+    assert explain.main([f"--config={config}", "--rows=1", "data.packing=none"]) == 0
+    assert (
+        "% of all tokens are padding: data.seq_len=27 would do, and data.packing=documents" in capsys.readouterr().err
+    )
 
 
 def test_flags_narrow_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

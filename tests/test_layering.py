@@ -350,7 +350,7 @@ def test_no_command_imports_torch_before_it_has_read_its_arguments() -> None:
 FILES, LINES = 82, 19_500
 """Of ours, that a plain native training run may load."""
 
-TOOLS = ("convert", "doctor.py", "formats", "parity", "plan", "report", "tune")
+TOOLS = ("convert", "doctor.py", "formats", "init.py", "parity", "plan", "report", "tune")
 
 LOADED_BY_A_RUN = """
 import sys

@@ -38,6 +38,7 @@ def combine_recipe(facts: ForeignFacts) -> None:
             _bits,
             _datasets,
             _held_out,
+            _test_rows,
             _template,
             _tokens,
             _intervals,
@@ -259,6 +260,27 @@ def _held_out(facts: ForeignFacts) -> None:
         else:
             text = f"a number of rows, {key.text}, can't be held out.\n  Set a share, such as 0.05."
             facts.result.add_problem(key, text)
+
+
+def _test_rows(facts: ForeignFacts) -> None:
+    """Hold out one dataset with rows as in the only one that trains: another file, or split (there `test`)."""
+    key, trained = facts.keys.get("~test_datasets"), facts.keys.get("~datasets")
+    if key is None or trained is None or _off(key.raw) or "data.eval_split" in facts.given:
+        return
+    problems = list[str]()
+    lists = (cast(list[Raw], each.value if isinstance(each.value, list) else [each.value]) for each in (trained, key))
+    only, held = ([_dataset(facts, raw, problems) for raw in raws if isinstance(raw, dict)] for raws in lists)
+    if len(only) == len(held) == 1 and not problems and "data.eval_split" not in facts.options:
+        is_hub = only[0]["source"] == "huggingface"
+        value = held[0].pop("split", "test") if is_hub else held[0].pop("path")
+        name = "split" if is_hub else "path"
+        if held[0] == {each: of for each, of in only[0].items() if each != name}:
+            return facts.set("data.eval_split", value, key)
+    text = (
+        "expected one file, or split of the dataset that trains, with rows in the same form, and no val_set_size.\n"
+        "  Set data.eval_split."
+    )
+    return facts.result.add_problem(key, text)
 
 
 _PLAIN = ("tokenizer_default", "")

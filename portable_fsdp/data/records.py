@@ -243,8 +243,17 @@ class HuggingFace:
 _HUB_NAME = re.compile(r"(?P<path>[^:@]+)(:(?P<subset>[^@]+))?(@(?P<revision>.+))?")
 
 
-def _load_data_set(path: str, split: str, key: str) -> tuple[Any, dict[str, int]]:
-    """Load a split, or an expression like train[:10%]; return it and the number of rows of each split."""
+def first_rows_of_hub(documents: Documents, count: int) -> tuple[list[dict[str, Any]], int | None]:
+    """Return the first rows of a hub dataset, without a download of the rest, and their total number (None: unknown).
+    Raises DataError."""
+    split = documents.split or "train"
+    rows, sizes = _load_data_set(str(documents.path), split, "data.path", first=count)
+    return rows, sizes.get(split)
+
+
+def _load_data_set(path: str, split: str, key: str, first: int | None = None) -> tuple[Any, dict[str, int]]:
+    """Load a split, or an expression like train[:10%]; return it and the number of rows of each split. `first`: only
+    the first rows, without Arrow's padding."""
     datasets = extra("datasets")
     folder = Path(path)
     if not sys.stderr.isatty():
@@ -256,8 +265,10 @@ def _load_data_set(path: str, split: str, key: str) -> tuple[Any, dict[str, int]
         if folder.is_dir() or hub is None:
             part = datasets.load_dataset(path, split=split)
         else:
-            part = datasets.load_dataset(hub["path"], hub["subset"], revision=hub["revision"], split=split)
-        return part, {name: info.num_examples for name, info in (part.info.splits or {}).items()}
+            where = {"revision": hub["revision"], "split": split, "streaming": first is not None}
+            part = datasets.load_dataset(hub["path"], hub["subset"], **where)
+        sizes = {name: info.num_examples for name, info in (part.info.splits or {}).items()}
+        return part if first is None else [without_nulls(row, part.features) for row in part.take(first)], sizes
     except Exception as error:  # many classes, those of HTTP libraries too: all concern this dataset
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise DataError(

@@ -80,6 +80,16 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         AXOLOTL | ALPACA | LORA | {"lora_target_modules": r"x\.layers\.(3|7)\.q_proj", "lora_target_linear": True},
         {"model.lora": lambda lora: lora.targets == ("all-linear",)},
     ),
+    "a file held out": (
+        AXOLOTL
+        | {"datasets": [{"path": "a.jsonl", "ds_type": "json", "type": "alpaca"}], "evals_per_epoch": 1}
+        | {"test_datasets": [{"path": "b.jsonl", "ds_type": "json", "type": "alpaca", "split": "train"}]},
+        {"data.path": "a.jsonl", "data.eval_split": "b.jsonl", "train.eval_every": "25%", "data.prompt": "alpaca"},
+    ),
+    "a split held out": (
+        AXOLOTL | {"datasets": [CHATS | {"split": "most"}], "test_datasets": [CHATS]},
+        {"data.path": "a/c", "data.split": "most", "data.eval_split": "test", "train.eval_every": None},
+    ),
     "no rows held out": (AXOLOTL | ALPACA | {"val_set_size": 0, "evals_per_epoch": 4}, {"train.eval_every": None}),
     "alpaca as a chat": (
         AXOLOTL
@@ -245,6 +255,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such template": (
         AXOLOTL | {"datasets": [CHATS], "chat_template": "mine"},
         "chat_template: no template of this name",
+    ),
+    "other rows held out": (
+        AXOLOTL | ALPACA | {"test_datasets": [CHATS]},
+        "test_datasets: expected one file, or split",
+    ),
+    "rows held out twice": (
+        AXOLOTL | ALPACA | {"test_datasets": ALPACA["datasets"], "val_set_size": 0.1},
+        "test_datasets: expected one file, or split",
     ),
     "rows by number": (AXOLOTL | ALPACA | {"val_set_size": 100}, "a number of rows, 100, can't be held out"),
     "an unknown key": (AXOLOTL | ALPACA | {"learning_rat": 1}, "learning_rat: unknown key of axolotl"),
