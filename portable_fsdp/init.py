@@ -469,7 +469,7 @@ def _fitted(
         except UsageError as error:
             errors.append(error)
     else:
-        raise errors[0]
+        raise errors[-len(tries)]  # of the plain entries
     if not tried.fits:
         least = config_of(tried.settings)
         measures = planner.nearest_that_fits(least, lambda more: plan_of(tried.settings | more), offload=is_gpu)
