@@ -476,7 +476,7 @@ def _fitted(
         nearest = result.measures_text([tried, *measures])
         raise ConfigError(
             f"nothing fits on {target.in_words}.\n  {nearest}\n  Answer more devices, a shorter --length, --train=lora "
-            "or qlora, or give keys that fit."
+            "or qlora, or add the keys that fit to the command."
         )
     plan, hardware = cast(Plan, tried.plan), target.hardware
     why = f"the fastest that fits, by plan: {_memory(plan)}"
