@@ -469,14 +469,14 @@ def _fitted(
         except UsageError as error:
             errors.append(error)
     else:
-        raise errors[0]
+        raise errors[-len(tries)]  # of the plain entries
     if not tried.fits:
         least = config_of(tried.settings)
         measures = planner.nearest_that_fits(least, lambda more: plan_of(tried.settings | more), offload=is_gpu)
         nearest = result.measures_text([tried, *measures])
         raise ConfigError(
             f"nothing fits on {target.in_words}.\n  {nearest}\n  Answer more devices, a shorter --length, --train=lora "
-            "or qlora, or give keys that fit."
+            "or qlora, or add the keys that fit to the command."
         )
     plan, hardware = cast(Plan, tried.plan), target.hardware
     why = f"the fastest that fits, by plan: {_memory(plan)}"

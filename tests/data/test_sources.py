@@ -18,6 +18,7 @@ import pytest
 
 from portable_fsdp.config.schema import Data
 from portable_fsdp.data.examples import Broken, DocumentSource, Example
+from portable_fsdp.data.records import first_rows_of_hub
 from portable_fsdp.data.render import conversation_of, messages_of
 from portable_fsdp.data.sources import open_source
 from portable_fsdp.runtime.errors import DataError
@@ -317,3 +318,17 @@ def test_zstd_without_a_library_says_what_to_install(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT, str(path)], capture_output=True, text=True, check=False)
     assert f"DataError: data.source: {path} (compressed by zstd) needs the package pyarrow, which isn" in done.stderr
     assert "pip install '.[data]'" in done.stderr
+
+
+def test_first_rows_of_the_hub_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = {"role": "user", "content": "a", "name": None}
+
+    def load(path: str, subset: str | None, **where: Any) -> Any:
+        assert (path, subset, where) == ("org/set", "small", {"revision": None, "split": "test", "streaming": True})
+        rows = [{"messages": [message]}, {"messages": [message | {"name": "b"}]}, {"messages": []}]
+        return datasets.Dataset.from_list(rows).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    rows, count = first_rows_of_hub(Data(source="huggingface", path="org/set:small", split="test"), 2)
+    assert [[*row["messages"][0]] for row in rows] == [["role", "content"], ["role", "content", "name"]]
+    assert count is None  # a stream doesn't know
