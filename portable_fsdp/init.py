@@ -30,7 +30,7 @@ from portable_fsdp.data.records import first_rows_of_hub
 from portable_fsdp.data.sources import EXAMPLES, open_source
 from portable_fsdp.optim.optimizer import check_schedule
 from portable_fsdp.plan import planner, result
-from portable_fsdp.plan.result import Plan
+from portable_fsdp.plan.result import Plan, Tried
 from portable_fsdp.plan.target import Target, parse_target, with_memory
 from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.command import CommandParser, run_command, to_stderr, to_stdout
@@ -46,6 +46,11 @@ DESCRIPTION = """Write a first config that fits: six answers, as flags or on a t
 
 On a terminal it asks for each answer that no flag gives. Without one, --model and --data are required, else the exit
 code is 2; the other answers have defaults. It downloads configs, tokenizers and first rows only, after a yes."""
+ANSWERS = {
+    **{"model.pretrained": "model", "data.path": "data", "data.seq_len": "length"},
+    **{"train.epochs": "for", "train.steps": "for"},
+}
+"""Keys that an answer sets."""
 EXIT_CODES = "exit code: 0; 2 usage error, rows or a model that can't train, or nothing fits; 130 for Ctrl-C"
 QUESTIONS = {
     "model": "the model: a Hugging Face folder, or a hub name (org/name)",
@@ -107,6 +112,7 @@ class OpenedModel(NamedTuple):
     folder: Path  # of the hub's cache: without weights
     positions: int  # most tokens of a row
     scheme: str | None  # how its weights are quantised
+    mixes: bool  # several documents in a row affect each other
     tokenizer: "Tokenizer"
 
 
@@ -166,6 +172,8 @@ def _own_values(words: list[str]) -> dict[str, dict[str, Any]]:
         (name, equals, text), (section, _, key) = word.partition("="), word.partition("=")[0].partition(".")
         if not equals or name.count(".") != 1:
             raise UsageError(f"{word}: expected section.key=value; answers are flags, as --model={word}.")
+        if flag := ANSWERS.get(name):
+            raise UsageError(f"{word}: --{flag} sets this key; answer there.")
         values.setdefault(section, {})[key] = parse(text)[1]
     make_config(**values)
     return values
@@ -208,6 +216,7 @@ def _base(options: argparse.Namespace, name: str) -> OpenedModel:
     before_transformers()
     from portable_fsdp.data.tokenize import load_tokenizer
     from portable_fsdp.models.architecture import architecture_mapping, read_architecture
+    from portable_fsdp.models.build import documents_problem
     from portable_fsdp.models.pretrained import open_pretrained
 
     scheme = None
@@ -220,7 +229,9 @@ def _base(options: argparse.Namespace, name: str) -> OpenedModel:
         raise UsageError(f"--model={name}: its weights are quantised; name the unquantised model, or a local folder.")
     config = read_architecture(str(folder), logs=False)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
-    return OpenedModel(name, folder, positions, scheme, load_tokenizer("auto", str(folder)))
+    section = Model(architecture=str(folder), dropout="published")
+    mixes = bool(documents_problem(section, min(positions, 128)))
+    return OpenedModel(name, folder, positions, scheme, mixes, load_tokenizer("auto", str(folder)))
 
 
 def _sample(options: argparse.Namespace, path: str, own: dict[str, Any], base: OpenedModel, scratch: Path) -> Sample:
@@ -380,12 +391,13 @@ def _rows(sample: Sample, base: OpenedModel, length: int) -> float | None:
     from portable_fsdp.data.build import CONTEXT, COUNTS, build_data, rows_in_text
 
     model, data = Model(pretrained=str(base.folder)), sample.data.model_copy(update={"seq_len": length})
-    one = build_data(data if sample.is_text else data.model_copy(update={"packing": "none"}), model)
+    alone = data if sample.is_text else data.model_copy(update={"packing": "none"})
+    one = build_data(alone, model)
     lines = list(rows_in_text(one, 0, 1))
     lines[SHOWN:] = [f"  ({len(lines) - SHOWN} more lines)"] if len(lines) > SHOWN else []
     legend = f"a row as it is trained; tokens that count in the loss follow `{COUNTS}`, all others `{CONTEXT}`:"
     to_stdout("\n".join([legend, *lines, ""]))
-    return sample.times and len(build_data(data, model).rows) * sample.times
+    return sample.times and len((one if base.mixes else build_data(data, model)).rows) * sample.times
 
 
 # ---------------------------------------------------------------------------------------------------------- config
@@ -416,7 +428,9 @@ def _entries(answers: Choices, out: Path) -> Entries:
         "checkpoint.export": (True, "to export in run.dir, for from_pretrained"),
     }
     if not sample.is_text:
-        entries["data.packing"] = ("documents", "several share a row, and none sees another")
+        alone = ("none", "one document per row: this model can't keep several apart")
+        several = ("documents", "several share a row, and none sees another")
+        entries["data.packing"] = alone if base.mixes else several
         entries["data.long_rows"] = ("skip", "leaves out what is longer than seq_len; or cut, stop")
     if adapts:
         lora = {"r": 16, "alpha": 32, "dropout": 0.05, "targets": ["all-linear"]}
@@ -456,20 +470,19 @@ def _fitted(
     def plan_of(settings: Settings) -> Plan:
         return planner.make_plan(config_of(settings), target, worker, to_stderr)
 
-    # Not all models keep packed rows apart, or have layers that scan.
-    apart: Entries = {"data.packing": ("none", "this model can't keep several in a row apart")}
-    scan: Entries = {"compile.scan_layers": (True, "compiles one layer instead of all")}
-    errors: list[UsageError] = []
-    tries: list[Entries] = [{}] if answers.sample.is_text else [{}, apart]
-    for more in [*(scan | each for each in tries if target.hardware.kind == "tpu"), *tries]:
+    def search(more: Entries) -> Tried:
         path.write_text(_text(entries | more | given), encoding="utf-8")
-        try:
-            tried = planner.fastest_that_fits(config_of({}), target, plan_of, worker, to_stderr)
-            break
-        except UsageError as error:
-            errors.append(error)
-    else:
-        raise errors[-len(tries)]  # of the plain entries
+        return planner.fastest_that_fits(config_of({}), target, plan_of, worker, to_stderr)
+
+    is_tpu = target.hardware.kind == "tpu"
+    more: Entries = {"compile.scan_layers": (True, "compiles one layer instead of all")} if is_tpu else {}
+    try:
+        tried = search(more)
+    except UsageError:
+        if not more:
+            raise
+        more = {}  # not all models have layers that scan
+        tried = search(more)
     if not tried.fits:
         least = config_of(tried.settings)
         measures = planner.nearest_that_fits(least, lambda more: plan_of(tried.settings | more), offload=is_gpu)

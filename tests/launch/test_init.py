@@ -61,9 +61,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "pairs": {"prompt": "What is it?", "chosen": "A statement.", "rejected": "A file."},
     "unknown": {"subject": "with", "score": 0.5},
 }
-# libtpu's planner can't trace a model with a vision tower yet: torch_xla crashes.
 REFUSED = {
-    "images v6e-8": "could not be traced",
     "pairs": "no preferences",
     "unknown": "no known form",
     "broken": "broken.jsonl:1: ",
