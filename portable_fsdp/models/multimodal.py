@@ -53,10 +53,9 @@ class Published(NamedTuple):
         """Whether `AutoModelForCausalLM` opens the text alone (Qwen 3.5, Llama 4), not this model (Gemma 3)."""
         from transformers.models.auto import modeling_auto
 
-        config: Any = type(self.model.config)
-        return (
-            getattr(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None), "config_class", config) is not config
-        )
+        own: Any = type(self.model.config)
+        opened: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(own, None)
+        return opened is not None and opened.config_class is not own
 
 
 def open_published(config: Any, text: Any, file: TensorFile | None = None) -> Published:
