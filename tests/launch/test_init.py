@@ -202,6 +202,7 @@ def test_a_terminal_asks_what_no_flag_answers_and_again_with_the_reason(world: P
         assert session(["--out=other.yaml"], tmp_path, ("the model: ", key)) == code
 
 
+@pytest.mark.proof
 def test_a_model_of_the_hub_needs_a_yes_and_no_weights_and_may_be_too_large(world: Path, tmp_path: Path) -> None:
     shutil.copytree(world / "llama", tmp_path / "large")
     large = {**MODELS["llama"], "hidden_size": 8192, "intermediate_size": 32768, "vocab_size": 128256}
