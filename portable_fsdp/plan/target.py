@@ -149,7 +149,7 @@ class Target:
         """Description: `16 chips of TPU v5p on 4 hosts`, `8 x NVIDIA H100 80GB HBM3 on 1 host`."""
         hosts = f"on {self.hosts} host{'s' if self.hosts > 1 else ''}"
         if self.hardware.kind == "cpu":
-            return f"{self.devices} processes on the CPU"
+            return f"{self.devices} process{'es' * (self.devices > 1)} on the CPU"
         if self.hardware.kind == "cuda":
             return f"{self.devices} x {self.hardware.device_name} {hosts}"
         slices = f" in {self.slices} slices" if self.slices > 1 else ""
