@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from portable_fsdp.backends.open import count_devices, resolve
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.data import Data
-from portable_fsdp.config.describe import Settings, yaml_value
+from portable_fsdp.config.describe import Settings, nearest, option_names, yaml_value
 from portable_fsdp.config.load import make_config
 from portable_fsdp.config.schema import Config, Model
 from portable_fsdp.config.yaml_text import parse
@@ -61,8 +61,8 @@ QUESTIONS = {
     "for": "how long, as in '3 epochs' or '500 steps'",
 }
 
-FIRST, TEXT, SHOWN = 256, 2**20, 24
-"""Rows that it reads, bytes of a text, and lines of a row that it prints."""
+FIRST, TEXT, SHOWN, LONGEST = 256, 2**20, 24, 4096
+"""Rows that it reads, bytes of a text, lines of a row that it prints, and tokens of a row that it advises at most."""
 
 PAIRS = ("prompt_completion", {"prompt": "chosen", "completion": "rejected"})
 FORMS = (
@@ -159,23 +159,30 @@ def _init(options: argparse.Namespace, worker: Worker, scratch: Path) -> None:
     rows = _rows(sample, base, length)
     answers = Choices(base, sample, train, target, length, why if length == advised else "--length", span, rows)
     given: Entries = {f"{name}.{key}": (value, "as given") for name in own for key, value in own[name].items()}
-    config, plan, entries = _fitted(_entries(answers, out), given, answers, worker, scratch / out.name)
+    try:
+        config, plan, entries = _fitted(_entries(answers, out), given, answers, worker, scratch / out.name)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(f"{scratch}/", "")) from None
     with out.open("x", encoding="utf-8") as file:
         file.write(_text(entries))
     to_stdout("\n".join(_summary(out, config, plan, answers)))
 
 
 def _own_values(words: list[str]) -> dict[str, dict[str, Any]]:
-    """Parse `section.key=value` words. Raises ConfigError for an unknown key or a wrong value."""
+    """Parse `section.key=value` words. Raises UsageError for an unknown key; the whole config is checked later."""
     values: dict[str, dict[str, Any]] = {}
     for word in words:
-        (name, equals, text), (section, _, key) = word.partition("="), word.partition("=")[0].partition(".")
-        if not equals or name.count(".") != 1:
+        name, equals, text = word.partition("=")
+        if not equals:
             raise UsageError(f"{word}: expected section.key=value; answers are flags, as --model={word}.")
         if flag := ANSWERS.get(name):
             raise UsageError(f"{word}: --{flag} sets this key; answer there.")
+        if name.count(".") > 1:
+            raise UsageError(f"{word}: name the whole mapping, as in 'model.lora={{r: 8, alpha: 16}}'.")
+        if name not in option_names():
+            raise UsageError(f"{word}: unknown key; {nearest(tuple(name.split('.')))}.")
+        section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = parse(text)[1]
-    make_config(**values)
     return values
 
 
@@ -185,6 +192,8 @@ def _own_values(words: list[str]) -> dict[str, dict[str, Any]]:
 def _answer(options: argparse.Namespace, name: str, default: str | None, take: Callable[[str], Answer]) -> Answer:
     """Return what `take` makes of the flag, or else of answers on the terminal until it raises nothing."""
     given: str | None = getattr(options, name)
+    if given == "":
+        raise UsageError(f"--{name}=: empty; name {QUESTIONS[name]}.")
     if given is None and default is None and not sys.stdin.isatty():
         raise UsageError(f"--{name}: missing; name {QUESTIONS[name]}.")
     if given is not None or not sys.stdin.isatty() or (options.yes and default):
@@ -294,22 +303,25 @@ def _source(path: str) -> dict[str, Any]:
 
 def _form(path: str, keys: dict[str, Any]) -> dict[str, Any]:
     """Return format and columns of the first row. Raises DataError."""
-    problem = "there is none"
+    problems, is_empty = list[str](), False
     for form, columns in FORMS if keys["source"] != "text" else FORMS[-1:]:
         try:
             first = next(iter(open_source(_data(keys | {"format": form, "columns": columns})).read()), None)
         except DataError as error:
-            problem = str(error)
+            problems.append(str(error))
             continue
+        is_empty |= first is None
         if isinstance(first, Broken):
-            problem = f"{first.place}: {first.problem}"
+            problems.append(f"{first.place}: {first.problem}")
         elif first is not None and columns.keys() <= first.fields.keys():
             if (form, columns) == PAIRS:
                 fix = "launch trains no preferences.\n  TRL's DPOTrainer does, sharded (docs/trainers.md)."
                 raise DataError(f"--data={path}: pairs of chosen and rejected answers: {fix}")
             return {"format": form} | ({"columns": columns} if columns else {})
+    if is_empty or len({*problems}) == 1:  # of the file, not of a form
+        raise DataError(f"--data={path}: {'no rows' if is_empty else problems[0]}")
     raise DataError(
-        f"--data={path}: the first row has no known form: {problem.partition(chr(10))[0]}\n"
+        f"--data={path}: the first row has no known form: {problems[-1].partition(chr(10))[0]}\n"
         "  Known: text; messages; prompt and completion; instruction and output. Or name the columns:\n"
         "  data.format=instruction data.columns='{instruction: NAME, output: NAME}'."
     )
@@ -323,9 +335,9 @@ def _first(data: Data) -> tuple[list[Example], float | None]:
             if data.on_error == "stop":
                 raise DataError(f"{example.place}: {example.problem}")
             continue
-        if data.format == "text":
-            cut = {**example.fields, "text": str(example.fields["text"])[:TEXT]}
-            example = replace(example, size=min(example.size, TEXT), fields=cut)
+        text = example.fields.get("text")
+        if data.format == "text" and isinstance(text, str):  # else the renderer names it
+            example = replace(example, size=min(example.size, TEXT), fields={**example.fields, "text": text[:TEXT]})
         examples.append(example)
         size += example.size
     is_all = len(examples) < FIRST and data.format != "text"
@@ -359,12 +371,21 @@ def _target(text: str) -> Target:
 
 
 def _length(text: str, base: OpenedModel, sample: Sample) -> int:
-    least = 2 if sample.is_text else min(sample.lengths)
-    most = min(base.positions, sum(sample.lengths) - 1 if sample.is_text else base.positions)
+    least, most = _limits(sample, base)
+    if least > most:
+        what = "the text has too few tokens" if sample.is_text else f"the shortest row has {least:,} tokens"
+        raise DataError(f"--data: {what}, and a row can have at most {most:,}: name other data, or another model.")
     if not text.isdecimal() or not least <= int(text) <= most:
         limits = "tokens of the shortest row, and positions of the model or tokens of the text"
         raise UsageError(f"--length={text}: expected {least} to {most} ({limits}).")
     return int(text)
+
+
+def _limits(sample: Sample, base: OpenedModel) -> tuple[int, int]:
+    """Return the least and the most tokens that a row may have."""
+    if sample.is_text:
+        return 2, min(base.positions, sum(sample.lengths) - 1)
+    return min(sample.lengths), base.positions
 
 
 def _span(text: str) -> Settings:
@@ -376,14 +397,17 @@ def _span(text: str) -> Settings:
 
 def _advised_length(sample: Sample, base: OpenedModel) -> tuple[int, str]:
     """Return a length for these rows, and the reason."""
-    lengths = sorted(sample.lengths)
+    lengths, (least, most_of_row) = sorted(sample.lengths), _limits(sample, base)
     if sample.is_text:
         total = int(sum(lengths) * (sample.times or 1))
         size = 2 ** int(math.log2(min(1024, max(total / 64, 16))))
-        return min(size, base.positions), f"{total:,} tokens in all" if sample.times else "usual"
-    most = lengths[math.ceil(0.99 * len(lengths)) - 1]
+        return min(size, most_of_row), f"{total:,} tokens in all" if sample.times else "usual"
+    most = lengths[int(0.99 * (len(lengths) - 1))]
     size = max(16, 2 ** math.ceil(math.log2(most))) if most <= 128 else math.ceil(most / 128) * 128
-    return min(size, base.positions), f"99% of the first {len(lengths)} rows have at most {most} tokens"
+    size = math.ceil(most / 8) * 8 if base.mixes else size  # one document per row: all else is padding
+    why = f"99% of the first {len(lengths)} rows have at most {most:,} tokens"
+    limit = min(most_of_row, max(least, LONGEST))
+    return (size, why) if size <= limit else (limit, f"{why}; longer ones are left out")
 
 
 def _rows(sample: Sample, base: OpenedModel, length: int) -> float | None:
@@ -407,15 +431,25 @@ def _entries(answers: Choices, out: Path) -> Entries:
     base, sample, train, target, length, why, span, rows = answers
     kind, adapts, devices = target.hardware.kind, train != "all", target.devices
     share = min(64, max(8, 2 ** int(math.log2(max(1, (rows or 10_000) / 50)))))
+    holds_out = bool(rows and sample.times and min(rows, sample.times * len(sample.lengths)) >= 200)
+    batch = math.ceil(share / devices) * devices
+    if rows and "train.epochs" in span:  # each process has rows in each step
+        batch = min(batch, int(float(span["train.epochs"]) * rows * (0.95 if holds_out else 1)) // devices * devices)
+    if not batch:
+        raise DataError(
+            f"--data: {rows or 0:,.0f} rows are too few for a step on {target.text}.\n  Add rows, or epochs."
+        )
+    names = (out.stem, *(f"{out.stem}-{number}" for number in range(2, 1000)))
+    run = next(name for name in names if not Path("runs", name).exists())
     reasons = {"prompt": "Alpaca's text around each row", "chat_template": "the tokenizer has none"}
     reasons |= {"format": "found in the first row", "columns": "found there", "end": "ends a turn of this template"}
     entries: Entries = {
-        "run.dir": (f"runs/{out.stem}", "all output; a start with the same one resumes"),
+        "run.dir": (f"runs/{run}", "all output; a start with the same one resumes"),
         "model.pretrained": (base.name, "--model"),
         **{f"data.{key}": (value, reasons.get(key, "--data")) for key, value in sample.keys.items()},
         "data.seq_len": (length, why),
         **{name: (parse(value)[1], "--for") for name, value in span.items()},
-        "train.global_batch": (math.ceil(share / devices) * devices, f"rows of a step, over {target.text}"),
+        "train.global_batch": (batch, f"rows of a step, over {target.text}"),
         "train.micro_batch": ("auto", ""),
         "optim.lr": (2e-4 if adapts else 1e-5, "usual for adapters" if adapts else "usual for all weights"),
         "optim.weight_decay": (0.0, "usual for fine-tuning"),
@@ -441,7 +475,7 @@ def _entries(answers: Choices, out: Path) -> Entries:
     if kind == "cpu":
         entries["precision.compute"] = ("float32", "bfloat16 is slow on CPUs")
         entries |= {"precision.frozen": ("float32", "as compute")} if train == "lora" else {}
-    if rows and sample.times and min(rows, sample.times * len(sample.lengths)) >= 200:
+    if rows and holds_out:
         entries["data.eval_split"] = ("5%" if rows < 20_000 else "1%", "held out")
         entries["train.eval_every"] = ("25%", "of all steps")
     return entries | ({"compile.enabled": ("auto", "")} if kind == "cuda" else {})
@@ -510,7 +544,7 @@ def _memory(plan: Plan) -> str:
 
 def _summary(out: Path, config: Config, plan: Plan, answers: Choices) -> Iterator[str]:
     train, target, kind = config.train, answers.target, answers.target.hardware.kind
-    steps = train.steps or (answers.rows and math.ceil((train.epochs or 0) * answers.rows / train.global_batch))
+    steps = train.steps or (answers.rows and int((train.epochs or 0) * answers.rows / train.global_batch))
     count = f"{'' if train.steps else 'about '}{steps:,} steps" if steps else "an unknown number of steps"
     yield f"wrote {out} for {target.in_words}"
     yield f"memory of a device, by plan: {_memory(plan)}"

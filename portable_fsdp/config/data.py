@@ -162,8 +162,8 @@ class Data(Documents):
     on_error: Literal["stop", "skip"] = "stop"
     """a document that can't be read or rendered: stop the run, or skip and count it"""
     long_rows: Literal["stop", "skip", "cut"] = "stop"
-    """a document longer than seq_len, but for texts, which are cut into pieces: stop the run, skip and count it, or
-    cut its end off"""
+    """a document longer than seq_len in rows of documents: stop the run, skip and count it, or cut its end off; texts
+    are cut into pieces, but for `cut`"""
     chat_template: str | None = None
     """in place of the tokenizer's: a file, a folder with one, or chatml, llama3, gemma, phi3, alpaca"""
     end: str | None = None

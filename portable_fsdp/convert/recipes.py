@@ -103,7 +103,8 @@ def _trained(facts: ForeignFacts) -> None:
     ranges = [text for text in matches if re.search(r"\[[\d:]*\]$", text)]
     expressions = [text for text, match in matches.items() if match is None]
     if facts.value("~lora"):
-        text = "with adapters axolotl freezes the adapters too, whose names begin with base_model.\n  Take it out."
+        text = "beside adapters axolotl trains nothing: it freezes them too, whose names begin with base_model.\n  "
+        text += "Take it out."
     elif ranges:
         text = f"{ranges[0]}: a range of rows doesn't train alone.\n  Name the whole weight."
     elif expressions:
@@ -150,10 +151,17 @@ def _datasets(facts: ForeignFacts) -> None:
         for text in problems:
             facts.result.add_problem(key._replace(key=f"datasets[{number}]"), text)
     if len(parts) == 1:
+        says_end = facts.keys.keys() & {"~special_tokens", "~ends"}
+        remark = "" if says_end else "ends of turns count, also where axolotl's end of text is another token"
         for name, value in parts[0].items():
-            facts.set(f"data.{name}", value, key)
+            facts.set(f"data.{name}", value, key, remark if (name, value) == ("format", "chat") else "")
     elif parts:
         facts.set("data.mixture", [{**part, "weight": "rows"} for part in parts], key, "all rows of each, as there")
+    if _value(facts, "data.long_rows") == "cut" and any(part["format"] == "text" for part in parts):
+        text = (
+            "axolotl cuts completion texts into pieces, and truncates other rows.\n  Take excess_length_strategy out."
+        )
+        facts.result.add_problem(facts.options["data.long_rows"], text)
 
 
 def _dataset(facts: ForeignFacts, raw: Mapping[str, Raw], problems: list[str]) -> dict[str, Any]:
@@ -352,9 +360,11 @@ def _intervals(facts: ForeignFacts) -> None:
             if option not in facts.options:
                 facts.set(option, value, every)
         elif each is not None:
+            is_save = option == "checkpoint.every"
             share = 100 / (cast(int, each.value) * epochs)
-            words = facts.words.get("save_strategy", "") if option == "checkpoint.every" else ""
-            if share < 100 and words not in ("no", "best", "steps"):
+            share = share if is_save else min(share, 100)  # the last step always saves
+            words = facts.words.get("save_strategy", "") if is_save else ""
+            if (share < 100 or not is_save) and words not in ("no", "best", "steps"):
                 facts.set(option, f"{share:.6g}%", each, f"{each.text} in each of {epochs:g} epochs")
     if "train.patience" in facts.options and "train.eval_every" not in facts.options:
         del facts.options["train.patience"]
@@ -392,37 +402,47 @@ _ZERO_UNREAD = {
 
 
 def _deepspeed(facts: ForeignFacts) -> None:
-    """Set the strategy by DeepSpeed's JSON: the file itself, or by its name one that axolotl ships
-    (deepspeed_configs/)."""
     key = facts.keys.get("~deepspeed")
     if key is None:
         return
-    file = Path(str(key.value))
-    shipped = re.fullmatch(r"zero([123])(_bf16|_torch_compile)?(_cpuoffload_all|_cpuoffload_params)?", file.stem)
-    if file.is_file():
-        try:
-            content: Any = parse_json(file.read_bytes())
-            zero = content.get("zero_optimization", {})
-            stage, others = zero.get("stage", 0), sorted(content.keys() - _ZERO_UNREAD)
-            places = {(zero.get(f"offload_{part}") or {}).get("device", "none") for part in ("optimizer", "param")}
-            others += ["fp16"] * ((content.get("fp16") or {}).get("enabled") is True)
-        except (OSError, ValueError, AttributeError) as error:
-            facts.result.add_problem(key, f"{file}: not a JSON object of DeepSpeed: {error}.\n  Set sharding.strategy.")
-            return
-        if others or stage not in _ZERO or places - {"none", "cpu"}:
-            what = ", ".join(others) or f"stage {stage}, offload to {', '.join(sorted(places))}"
-            facts.result.add_problem(key, f"{file}: {what} is not read.\n  Take it out, or set sharding.strategy.")
-            return
-        offloads = "cpu" in places
-    elif shipped is not None:
-        stage, offloads = int(shipped[1]), bool(shipped[3])
-    else:
-        text = "no such file, nor one of axolotl's own (zero1.json to zero3_bf16_cpuoffload_all.json)."
-        facts.result.add_problem(key, f"{text}\n  Name it from the working directory, or set sharding.strategy.")
+    try:
+        stage, offloads = _zero_of(Path(str(key.value)))
+    except (OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error
+        facts.result.add_problem(key, f"{problem}.\n  Set sharding.strategy instead.")
         return
     facts.set("sharding.strategy", _ZERO[stage], key, "the same losses")
     if offloads:
         facts.set("memory.cpu_offload", True, key, "parameters and optimizer state together")
+
+
+def _zero_of(path: Path) -> tuple[int, bool]:
+    """Return DeepSpeed's stage, and whether it offloads: by its JSON, or by the name of a file that axolotl ships
+    (deepspeed_configs/). Raises OSError or ValueError."""
+    shipped = re.fullmatch(r"zero([123])(_bf16|_torch_compile)?(_cpuoffload_all|_cpuoffload_params)?", path.stem)
+    if not path.is_file():
+        if shipped is None:
+            raise ValueError("no such file, nor one of axolotl's own (zero1.json to zero3_bf16_cpuoffload_all.json)")
+        return int(shipped[1]), bool(shipped[3])
+    content = _object(parse_json(path.read_bytes()), "the file")
+    zero = _object(content.get("zero_optimization", {}), "zero_optimization")
+    parts = [_object(zero.get(f"offload_{name}") or {}, f"offload_{name}") for name in ("optimizer", "param")]
+    places, stage = [part.get("device", "none") for part in parts], zero.get("stage", 0)
+    unread = sorted(content.keys() - _ZERO_UNREAD)
+    if _object(content.get("fp16") or {}, "fp16").get("enabled") is True:
+        unread.append("fp16")
+    if not isinstance(stage, int) or stage not in _ZERO:
+        unread.append(f"stage {stage}")
+    unread += [f"offload to {place}" for place in places if place not in ("none", "cpu")]
+    if unread:
+        raise ValueError(f"{', '.join(unread)} is not read")
+    return cast(int, stage), "cpu" in places
+
+
+def _object(value: object, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"expected {name} as a JSON object, found {in_words(cast(Any, value)):.40}")
+    return cast(dict[str, Any], value)
 
 
 def _tracker(facts: ForeignFacts) -> None:

@@ -206,7 +206,7 @@ class _Builder:
         from portable_fsdp.data.document_rows import DocumentRows, cut  # a stream needs neither
 
         seq_len, starts = self._data.seq_len, documents.starts
-        lengths, cuts = np.diff(starts), part.format != "text" and self._data.long_rows == "cut"
+        lengths, cuts = np.diff(starts), self._data.long_rows == "cut"
         too_long = lengths > seq_len
         lengths = np.minimum(lengths, seq_len) if cuts else lengths
         keep = predicts(documents, starts[:-1] + lengths)

@@ -90,6 +90,10 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         AXOLOTL | {"datasets": [CHATS | {"split": "most"}], "test_datasets": [CHATS]},
         {"data.path": "a/c", "data.split": "most", "data.eval_split": "test", "train.eval_every": None},
     ),
+    "one evaluation": (
+        AXOLOTL | ALPACA | {"num_epochs": 1, "val_set_size": 0.1, "evals_per_epoch": 1},
+        {"train.eval_every": "100%", "train.eval_on_start": True, "checkpoint.every": None},
+    ),
     "no rows held out": (AXOLOTL | ALPACA | {"val_set_size": 0, "evals_per_epoch": 4}, {"train.eval_every": None}),
     "alpaca as a chat": (
         AXOLOTL
@@ -277,7 +281,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "frozen adapters": (
         AXOLOTL | ALPACA | LORA | {"unfrozen_parameters": ["^lm_head.*"]},
-        "unfrozen_parameters: with adapters axolotl freezes the adapters too",
+        "unfrozen_parameters: beside adapters axolotl trains nothing",
     ),
     "4 bits of torchao": (
         AXOLOTL | ALPACA | {"optimizer": "adamw_torch_4bit"},
@@ -327,10 +331,13 @@ def test_without_devices_the_batch_is_asked_for(tmp_path: Path) -> None:
         ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, ("SHARD_GRAD_OP", False)),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, ("FULL_SHARD", True)),
         ({"gradient_clipping": "auto"}, ("NO_SHARD", False)),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload to none, nvme is not read"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload to nvme is not read"),
         ({"fp16": {"enabled": True}}, "fp16 is not read"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer is not read"),
-        ([], "not a JSON object of DeepSpeed"),
+        ([], "expected the file as a JSON object"),
+        ({"zero_optimization": None}, "expected zero_optimization as a JSON object"),
+        ({"zero_optimization": {"stage": [3]}}, r"stage \[3\] is not read"),
+        ({"zero_optimization": {"offload_param": {"device": ["cpu"]}}}, "offload to .* is not read"),
     ],
 )
 def test_a_file_of_deepspeed_is_read_whatever_its_name(tmp_path: Path, content: Any, expected: Any) -> None:

@@ -77,6 +77,8 @@ def test_texts_longer_than_a_row_are_cut_and_said_once(tmp_path: Path, caplog: p
     [line] = (line for line in caplog.messages if "cut into pieces" in line)
     assert line == f"data: 2 documents of {path} cut into pieces: longer than data.seq_len=64"
     assert Counter(counted(corpus.rows)) == Counter(b"a" * 149 + b"b" * 9 + b"c" * 63 + b"\0\0\0")
+    ends = build_data(data(path, packing="documents", long_rows="cut"))
+    assert Counter(counted(ends.rows)) == Counter(b"a" * 63 + b"b" * 9 + b"c" * 63 + b"\0")
 
 
 def test_completions_longer_than_a_row_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
