@@ -94,6 +94,7 @@ class _SourceRows(NamedTuple):
     rows: Rows
     source: str
     documents: TokenizedDocuments
+    kept: int  # documents that rows hold
 
 
 class _Builder:
@@ -178,8 +179,10 @@ class _Builder:
         # An entry never changes, so nothing has to settle.
         remember = partial(remembered, self._folder / "hashes", documents.files, settled_s=0)
         if is_stream:
-            return _SourceRows(PackedRows(documents.tokens, self._data.seq_len, remember), source.name, documents)
-        return _SourceRows(self._document_rows(part, source, documents, remember), source.name, documents)
+            rows = PackedRows(documents.tokens, self._data.seq_len, remember)
+            return _SourceRows(rows, source.name, documents, len(documents))
+        rows, kept = self._document_rows(part, source, documents, remember)
+        return _SourceRows(rows, source.name, documents, kept)
 
     def _key(self, part: keys.Documents, source: DocumentSource, taken: str | None) -> str:
         template = None if part.format == "text" or part.prompt else self._tokenizer.chat_template
@@ -201,8 +204,8 @@ class _Builder:
 
     def _document_rows(
         self, part: keys.Documents, source: DocumentSource, documents: TokenizedDocuments, remember: Remember
-    ) -> Rows:
-        """Pack the documents that have something to predict."""
+    ) -> tuple[Rows, int]:
+        """Pack the documents that have something to predict, and return their number."""
         from portable_fsdp.data.document_rows import DocumentRows, cut  # a stream needs neither
 
         seq_len, starts = self._data.seq_len, documents.starts
@@ -230,7 +233,7 @@ class _Builder:
         )
         if rows.note:
             log.info("data: %s: %s", source.name, rows.note)
-        return rows
+        return rows, int(keep.sum())
 
     def _check_lengths(
         self, source: DocumentSource, documents: TokenizedDocuments, too_long: NDArray[np.bool_]
@@ -257,7 +260,7 @@ def _log_rows(purpose: str, part: _SourceRows, seq_len: int) -> None:
         tried = part.rows.rows(np.arange(count if count <= _FEW else _FEW // 16, dtype=np.int64))["labels"]
         share = 100 * count_labels({"labels": tried}) / tried.numel()
         about = "" if len(tried) == count or share == 100 else "about "
-        documents = f"{_documents(len(part.documents))} of {part.source}"
+        documents = f"{_documents(part.kept)} of {part.source}"
         log.info(
             f"data: {purpose}: {documents} in {count:,} rows of {seq_len:,} tokens; {about}{share:.0f}% of tokens count"
         )
