@@ -53,10 +53,10 @@ def export_model(reader: Reader, options: ExportOptions) -> Callable[[Path], Non
     model that isn't from transformers.
     """
     saved, read = merged(reader, options.base)
-    found, parts = published_model(reader.manifest.architecture, f"checkpoint {reader.folder.name}"), None
-    if found is not None:
+    whole, parts = published_model(reader.manifest.architecture, f"checkpoint {reader.folder.name}"), None
+    if whole is not None:
         place = options.base or str(opened_folder(reader.manifest) or reader.manifest.config["model"]["pretrained"])
-        saved, read, parts = with_parts(reader, place, found, saved, read)
+        saved, read, parts = with_parts(reader, place, whole, saved, read)
     tensors = {key: formats.as_dtype(tensor, options.dtype) for key, tensor in saved.items()}
     config = _model_config(reader.manifest, reader.folder.name, tensors)
 
@@ -191,9 +191,9 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
     manifest, whole = reader.manifest, lora.whole_tensors(adapters.base, adapters.settings.train_whole)
     names = {key: key for key in formats.weights_of(reader) if lora.is_adapter(key)}
     names |= {name: manifest.ties.get(name, name) for name in whole}  # peft holds tied weights twice
-    found = published_model(manifest.architecture, f"checkpoint {reader.folder.name}")
-    opened: Any = found.model if found is not None and not found.opens_as_text else None
-    as_opened = found.name if found is not None and opened is not None else str
+    multimodal = published_model(manifest.architecture, f"checkpoint {reader.folder.name}")
+    opened: Any = multimodal.model if multimodal is not None and not multimodal.opens_as_text else None
+    as_opened = multimodal.name if multimodal is not None and opened is not None else str
     ours = {theirs: names[name] for name, theirs in lora.peft_keys(adapters.base, names, as_opened).items()}
     tensors = {theirs: formats.as_dtype(manifest.tensors[key], options.dtype) for theirs, key in ours.items()}
     layers = [names.layer for names in adapters.layers if not names.is_of_experts]
@@ -359,8 +359,8 @@ def _left_out(reader: Reader, model: nn.Module, name: str | None) -> WeightFill 
         allow = manifest.config.get("model", {}).get("allow", ())
         rows = getattr(text_config(config), "vocab_size", None)  # fewer if the run's tokenizer had more tokens
         rows = None if rows == getattr(cast(Any, model).config, "vocab_size", None) else rows
-        found = published_model(manifest.architecture, f"checkpoint {reader.folder.name}")
-        weights = PretrainedWeights(file, model, model, drawn, allow=allow, rows_before=rows, published=found)
+        whole = published_model(manifest.architecture, f"checkpoint {reader.folder.name}")
+        weights = PretrainedWeights(file, model, model, drawn, allow=allow, rows_before=rows, published=whole)
         if base.scheme is None:
             return weights
         from portable_fsdp.models.quantised import as_quantised

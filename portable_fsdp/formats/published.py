@@ -33,7 +33,7 @@ def published_model(model_config: Mapping[str, Any] | None, where: str) -> Publi
 
 
 def with_parts(
-    reader: Reader, place: str, found: Published, tensors: dict[str, TensorEntry], read: Callable[[str], Tensor]
+    reader: Reader, place: str, whole: Published, tensors: dict[str, TensorEntry], read: Callable[[str], Tensor]
 ) -> tuple[dict[str, TensorEntry], Callable[[str], Tensor], Path]:
     """Add the base's other tensors to those of the text, all under the names in its files.
 
@@ -46,13 +46,13 @@ def with_parts(
     except ConfigError as error:
         raise CheckpointError(f"{where}, found: {error}\n  Name it: --base FOLDER (or org/name@revision).") from None
     text = formats.model_on_meta(reader.manifest.architecture or {}, where)
-    of_text = ConvertedTensors(file, text, found)
-    if type(config) is not type(found.model.config) or not of_text.keys:
+    of_text = ConvertedTensors(file, text, whole)
+    if type(config) is not type(whole.model.config) or not of_text.keys:
         raise CheckpointError(f"{where}, found {type(config).__name__} in {place}.\n  Name it: --base FOLDER.")
     names: dict[str, str] = {}
     for fqn in tensors:
         keys = [] if fqn in of_text.joined else of_text.keys.get(fqn, [])
-        names[keys[0] if keys else found.name(fqn)] = fqn
+        names[keys[0] if keys else whole.name(fqn)] = fqn
     dtypes = {theirs: ours for ours, theirs in SAFETENSORS_DTYPES.items()}
     replaced = {key for keys in of_text.keys.values() for key in keys}
     rest = {

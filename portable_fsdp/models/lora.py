@@ -169,8 +169,8 @@ def with_adapters(
             "own tokenizer and all of its weights."
         )
     fill = add_adapters(built.model, lora, seed, master, built.fill, as_published(built))
-    found = built.weights.published if built.weights is not None else None
-    return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill, found))
+    published = built.weights.published if built.weights is not None else None
+    return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill, published))
 
 
 def with_norms(built: BuiltModel, lora: schema.Lora) -> BuiltModel:
@@ -430,11 +430,13 @@ def _matching_in_full(expression: str, names: Mapping[str, str], adaptable: set[
 # ------------------------------------------------------------------------------------------------ adapters of a folder
 
 
-def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill, found: "Published | None" = None) -> WeightFill:
+def start_from(
+    lora: schema.Lora, model: nn.Module, fill: WeightFill, published: "Published | None" = None
+) -> WeightFill:
     """Return the `fill` of a model with adapters, on meta, that reads the folder's adapters in the model's dtypes.
 
-    Reads only the requested slices. `found`: the multimodal model whose text this is. Raises ConfigError for a missing
-    folder, an unsupported kind, and r, alpha, layers or shapes other than the run's.
+    Reads only the requested slices. `published`: the multimodal model whose text this is. Raises ConfigError for a
+    missing folder, an unsupported kind, and r, alpha, layers or shapes other than the run's.
     """
     folder = local_folder(_KEY, cast(str, lora.start_from), (CONFIG, WEIGHTS))
     _check_config(folder, lora)
@@ -446,7 +448,7 @@ def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill, found: "Pu
     parameters = dict(model.named_parameters())
     whole = whole_tensors(model, lora.train_whole)
     tensors = {name: parameter for name, parameter in parameters.items() if is_adapter(name)} | whole
-    keys = peft_keys(model, tensors, found.name if found is not None and not found.opens_as_text else str)
+    keys = peft_keys(model, tensors, published.name if published is not None and not published.opens_as_text else str)
     _check_weights(path, {keys[name]: tuple(tensor.shape) for name, tensor in tensors.items()})
     first = {id(parameter): name for name, parameter in parameters.items()}
     with open_safetensors(_KEY, path) as file:

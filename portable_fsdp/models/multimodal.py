@@ -40,13 +40,13 @@ class Published(NamedTuple):
                 for each in (text, self.model)
             )
             parts = {f"{text.base_model_prefix}.": _inside(self.model, text.base_model), head: top}
-        found, shapes = self._replace(parts=parts), _shapes(self.model)
-        if not all(parts.values()) or any(shapes.get(found.name(key)) != shape for key, shape in _shapes(text).items()):
+        whole, shapes = self._replace(parts=parts), _shapes(self.model)
+        if not all(parts.values()) or any(shapes.get(whole.name(key)) != shape for key, shape in _shapes(text).items()):
             raise ConfigError(
                 f"model: {type(self.model).__name__} doesn't hold a {type(text).__name__}, which its config names as "
                 "its text.\n  Save its text with transformers (save_pretrained), and name that folder."
             )
-        return found
+        return whole
 
     @property
     def opens_as_text(self) -> bool:
@@ -86,8 +86,8 @@ def open_published(config: Any, text: Any, file: TensorFile | None = None) -> Pu
 def _inside(model: nn.Module, text: nn.Module) -> str:
     """Return the prefix of the part of `model` that is a `text` by class, names and shapes; empty: there isn't one."""
     shapes = _shapes(text)
-    found = [name for name, part in model.named_modules() if type(part) is type(text) and _shapes(part) == shapes]
-    return f"{found[0]}." if len(found) == 1 else ""
+    places = [name for name, part in model.named_modules() if type(part) is type(text) and _shapes(part) == shapes]
+    return f"{places[0]}." if len(places) == 1 else ""
 
 
 def _shapes(module: nn.Module) -> Mapping[str, tuple[int, ...]]:

@@ -276,5 +276,5 @@ class BuiltModel:
 
 def as_published(built: BuiltModel) -> Callable[[str], str]:
     """Return a function of an FQN: its name in the multimodal model whose text this is, else the FQN itself."""
-    found = built.weights.published if built.weights is not None else None
-    return str if found is None else found.name
+    whole = built.weights.published if built.weights is not None else None
+    return str if whole is None else whole.name
