@@ -415,13 +415,13 @@ def _rows(sample: Sample, base: OpenedModel, length: int) -> float | None:
     from portable_fsdp.data.build import CONTEXT, COUNTS, build_data, rows_in_text
 
     model, data = Model(pretrained=str(base.folder)), sample.data.model_copy(update={"seq_len": length})
-    alone = data if sample.is_text else data.model_copy(update={"packing": "none"})
-    one = build_data(alone, model)
-    lines = list(rows_in_text(one, 0, 1))
+    unpacked = data if sample.is_text else data.model_copy(update={"packing": "none"})
+    corpus = build_data(unpacked, model)
+    lines = list(rows_in_text(corpus, 0, 1))
     lines[SHOWN:] = [f"  ({len(lines) - SHOWN} more lines)"] if len(lines) > SHOWN else []
     legend = f"a row as it is trained; tokens that count in the loss follow `{COUNTS}`, all others `{CONTEXT}`:"
     to_stdout("\n".join([legend, *lines, ""]))
-    return sample.times and len((one if base.mixes else build_data(data, model)).rows) * sample.times
+    return sample.times and len((corpus if base.mixes else build_data(data, model)).rows) * sample.times
 
 
 # ---------------------------------------------------------------------------------------------------------- config

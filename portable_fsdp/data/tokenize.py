@@ -205,7 +205,7 @@ def _open(folder: Path, key: str, gguf_file: str | None) -> Any:
                 return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file, **local)
             if (folder / "tokenizer_config.json").is_file() or (folder / "config.json").is_file():
                 opened = transformers.AutoTokenizer.from_pretrained(folder, **local)
-                # By config.json alone some classes open with nothing but their special tokens.
+                # From config.json alone, transformers opens some tokenizers that have only special tokens.
                 if opened.get_vocab().keys() - opened.added_tokens_encoder.keys() - set(opened.all_special_tokens):
                     return opened
             elif (folder / "tokenizer.json").is_file():

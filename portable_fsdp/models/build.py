@@ -44,7 +44,6 @@ from portable_fsdp.models.weights import (
     BuiltModel,
     RandomWeights,
     TensorFile,
-    as_published,
     fill_buffers,
     size_of,
 )
@@ -129,8 +128,7 @@ def build_model(
     opened = _open_model(asked)
     bare = opened.made.model
     drawn = RandomWeights(opened.made.twin, seed, asked.master)
-    of_files = opened.published.config if opened.published is not None else None
-    built = BuiltModel(bare, drawn, opened.config, size_of(bare), published=of_files)
+    built = BuiltModel(bare, drawn, opened.config, size_of(bare))
     for run_pass in PASSES:
         built = run_pass(built, opened)
     return replace(built, size=size_of(built.model))
@@ -353,7 +351,7 @@ def with_frozen(built: BuiltModel, model: schema.Model, dtype: torch.dtype | Non
     """Freeze the weights that `model.freeze` matches, or those that `model.train_only` doesn't, and keep them in
     `dtype`. A tied weight matches under any of its FQNs, one of a multimodal model also under its published name."""
     parameters = dict(built.model.named_parameters(remove_duplicate=False))
-    names = parameters | {as_published(built)(name): weight for name, weight in parameters.items()}
+    names = parameters | {built.published_name(name): weight for name, weight in parameters.items()}
     key, patterns = ("model.train_only", model.train_only) if model.train_only else ("model.freeze", model.freeze)
     matched = {id(names[name]) for pattern in patterns for name in matching(key, pattern, names)}
     for parameter in parameters.values():

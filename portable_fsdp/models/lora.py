@@ -38,7 +38,6 @@ from portable_fsdp.models.weights import (
     TensorFile,
     TensorSlices,
     WeightFill,
-    as_published,
     plain_name,
     seeded,
 )
@@ -168,9 +167,10 @@ def with_adapters(
             f"adapter trains it.\n  Name {missing[0].rpartition('.')[0]} in model.lora.train_whole, or use the model's "
             "own tokenizer and all of its weights."
         )
-    fill = add_adapters(built.model, lora, seed, master, built.fill, as_published(built))
-    published = built.weights.published if built.weights is not None else None
-    return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill, published))
+    fill = add_adapters(built.model, lora, seed, master, built.fill, built.published_name)
+    if lora.start_from is not None:
+        fill = start_from(lora, built.model, fill, built.published)
+    return replace(built, fill=fill)
 
 
 def with_norms(built: BuiltModel, lora: schema.Lora) -> BuiltModel:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from portable_fsdp.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # a run without model.pretrained doesn't load it
+    from portable_fsdp.models.multimodal import Published
     from portable_fsdp.models.pretrained import PretrainedWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -260,8 +261,7 @@ class BuiltModel:
     """A model on meta (its buffers are real, on the host), its weights, and its transformers config.
 
     The config is unchanged: with the dropout and the cache that training switches off. It is JSON, from which
-    `config_from_json` restores an equal config. Empty: a model of `model.factory`, not of transformers. `published`:
-    likewise that of the multimodal model whose text this is; else None.
+    `config_from_json` restores an equal config. Empty: a model of `model.factory`, not of transformers.
     """
 
     model: nn.Module
@@ -270,11 +270,18 @@ class BuiltModel:
     size: ModelSize
     weights: "PretrainedWeights | None" = None  # of `model.pretrained`, before adapters
     base: Base | None = None  # of `model.lora` or of quantised weights, if it comes from `model.pretrained`
-    published: dict[str, Any] | None = None
     dropout: str = ""  # what `model.dropout` is here, for the log
 
+    @property
+    def published(self) -> "Published | None":
+        """The multimodal model in `model.pretrained` whose text this is; None: the files have only this model."""
+        return None if self.weights is None else self.weights.published
 
-def as_published(built: BuiltModel) -> Callable[[str], str]:
-    """Return a function of an FQN: its name in the multimodal model whose text this is, else the FQN itself."""
-    whole = built.weights.published if built.weights is not None else None
-    return str if whole is None else whole.name
+    @property
+    def saved_config(self) -> dict[str, Any]:
+        """The config for checkpoints and exports: that of `published`, else the model's own."""
+        return self.config if self.published is None else self.published.config
+
+    def published_name(self, fqn: str) -> str:
+        """Return the name of a weight or module in `published`, else the FQN itself."""
+        return fqn if self.published is None else self.published.name(fqn)

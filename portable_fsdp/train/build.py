@@ -530,7 +530,7 @@ def open_checkpoints(config: Config, backend: Backend, training: Training, corpu
         checkpoint_folder(config),
         backend,
         config=saved_config(config),
-        model_config=training.built.published or training.built.config or None,
+        model_config=training.built.saved_config or None,
         settings=config.checkpoint,
         data=Fingerprint(*corpus.fingerprint),
         ties=training.ties,

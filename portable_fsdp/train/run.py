@@ -188,7 +188,7 @@ def _build(config: Config, engine: Backend, held: ExitStack) -> tuple[Config, Co
     # Lock out other runs before the search for a checkpoint.
     on_process_0(engine, lambda: held.enter_context(sole_run(Path(config.run.dir))))
     training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
-    require_same_model(engine, training.built.published or training.built.config)
+    require_same_model(engine, training.built.saved_config)
     log.debug("model and optimizer built")
     return config, corpus, steps, training
 

@@ -149,7 +149,7 @@ def test_answers_become_a_config_that_fits_or_a_sentence(
 
 
 def test_the_printed_line_trains_what_was_written(world: Path, tmp_path: Path) -> None:
-    """By the page's own command, with another place and length."""
+    """The command in the docs, with another data file and row length."""
     [command] = [each for each in commands(PAGE.read_text(), PAGE.name) if "portable_fsdp.init" in each.words]
     ours = [*answers(world, "qwen3", "chat"), "--devices=cpu:2", "--for=2 steps"]
     flags = [
